@@ -1,0 +1,50 @@
+# `make train` and `make test` do everything a fresh machine needs: a virtual environment, torch, the package.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q -c constraints.txt
+
+.PHONY: train test test-slow lint types imports docs bench clean
+
+train: $(VENV)/.run-ready
+	$(BIN)/laneway train
+
+test: $(VENV)/.dev-ready
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.dev-ready
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.dev-ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+types: $(VENV)/.dev-ready
+	$(BIN)/pyrefly check
+
+imports: $(VENV)/.dev-ready
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev-ready
+	$(BIN)/mkdocs build --strict -q
+
+bench: $(VENV)/.dev-ready
+	$(BIN)/laneway bench layer --quick
+	$(BIN)/laneway bench quality --quick
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and by its pinned version, so that pip never picks another build of it for a dependency.
+$(VENV)/.run-ready: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.dev-ready: $(VENV)/.run-ready
+	$(PIP) -e '.[data,peers,dev,docs]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) site

@@ -1,0 +1,49 @@
+"""laneway: wide residual streams that stay stable, for PyTorch.
+
+The public names below are imported on first use, so that ``import laneway`` itself never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "HyperConnection": "laneway.connections",
+    "StreamReadout": "laneway.connections",
+    "expand_streams": "laneway.connections",
+    "param_groups": "laneway.connections",
+    "shard_connections": "laneway.connections",
+    "StreamProbe": "laneway.connections",
+    "InputError": "laneway.core",
+    "LanewayError": "laneway.core",
+    "Extension": "laneway.core",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+if TYPE_CHECKING:
+    from laneway.connections import (
+        HyperConnection,
+        StreamProbe,
+        StreamReadout,
+        expand_streams,
+        param_groups,
+        shard_connections,
+    )
+    from laneway.core import Extension, InputError, LanewayError
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'laneway' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

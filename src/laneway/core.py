@@ -1,0 +1,80 @@
+"""The vocabulary that all parts share: errors, choices and the step's extension protocol. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+
+class LanewayError(Exception):
+    """Something a user can act on. The command line prints it as one line and exits with 2 (bad input) or 1 (a failed run)."""
+
+    exit_code = 1
+
+
+class InputError(LanewayError, ValueError):
+    """Bad input: names the field, what was given and what is accepted.
+
+    Args:
+        field: dotted name of the field, as in the configuration file or the call (``model.streams``).
+        given: the value that was given.
+        accepted: what would be accepted, in words ("an integer ≥ 1").
+        hint: optional further help, a full clause ("did you mean 'sinkhorn'?").
+    """
+
+    exit_code = 2
+
+    def __init__(self, field: str, given: object, accepted: str, hint: str | None = None) -> None:
+        self.field, self.given, self.accepted, self.hint = field, given, accepted, hint
+        super().__init__(f"{field}: got {given!r}; accepted: {accepted}" + (f"; {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.given, self.accepted, self.hint)
+
+
+def nearest(word: str, options: Iterable[str]) -> str | None:
+    """The option spelled most like ``word``, or None where nothing is close."""
+    found = difflib.get_close_matches(str(word).lower(), list(options), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def choice(field: str, given: object, options: Iterable[str]) -> str:
+    """Return ``given`` if it is one of ``options``; otherwise raise an InputError that suggests the nearest."""
+    options = list(options)
+    if isinstance(given, str) and given in options:
+        return given
+    close = nearest(str(given), options)
+    raise InputError(field, given, "one of " + ", ".join(options), f"did you mean {close!r}?" if close else None)
+
+
+def positive_int(field: str, given: object, at_least: int = 1) -> int:
+    """Return ``given`` if it is an integer ≥ ``at_least``; otherwise raise an InputError."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < at_least:
+        raise InputError(field, given, f"an integer ≥ {at_least}")
+    return given
+
+
+@runtime_checkable
+class Extension(Protocol):
+    """What may take part in a training step. The loop holds a list of these and knows none by name.
+
+    Calls come in this order in every optimizer step: ``on_step_begin``, (forward and backward of each micro-batch),
+    ``on_backward_end`` (gradients complete and reduced, not yet clipped), ``on_step_end`` (parameters updated; ``metrics``
+    may be added to). ``state_dict`` must hold all that an exact resume needs.
+    """
+
+    def on_step_begin(self, step: int) -> None:
+        """Before the first micro-batch of optimizer step ``step``."""
+
+    def on_backward_end(self, step: int) -> None:
+        """After the last backward of the step, before clipping."""
+
+    def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
+        """After the optimizer; scalars added to ``metrics`` end in the step's metrics row."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo of ``state_dict``."""

@@ -1,0 +1,133 @@
+"""The run directory: the contract between the training loop, which writes it, and everything that reads it. No torch here.
+
+    config.toml            complete and re-runnable
+    env.json               machine, versions, command
+    metrics/rank0.jsonl    one row a logged step: step, time, then named scalars with their units in the name
+    events.jsonl           one row an event: time, step, kind, then what belongs to it
+    checkpoints/step_*/    plain checkpoints
+    latest                 name of the newest complete checkpoint
+
+A row that a kill left half-written at the end of a file is skipped; a broken row anywhere else is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from laneway.core import InputError, LanewayError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Names and readers of the files of one run."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | Path, field: str = "run") -> RunDirectory:
+        """An existing run directory; raises InputError where ``path`` is none."""
+        path = Path(path)
+        if not path.is_dir():
+            raise InputError(field, str(path), "a run directory (made by `laneway train`)", "there is no such folder")
+        if not (path / "config.toml").is_file():
+            raise InputError(field, str(path), "a run directory (made by `laneway train`)", "it holds no config.toml")
+        return cls(path)
+
+    @property
+    def config(self) -> Path:
+        """``config.toml``."""
+        return self.path / "config.toml"
+
+    @property
+    def env(self) -> Path:
+        """``env.json``."""
+        return self.path / "env.json"
+
+    @property
+    def events(self) -> Path:
+        """``events.jsonl``."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def latest(self) -> Path:
+        """Marker file that names the newest complete checkpoint."""
+        return self.path / "latest"
+
+    def metrics(self, rank: int = 0) -> Path:
+        """Metrics file of one rank."""
+        return self.path / "metrics" / f"rank{rank}.jsonl"
+
+    def read_config(self) -> dict[str, Any]:
+        """The run's configuration as nested dictionaries."""
+        with self.config.open("rb") as file:
+            return tomllib.load(file)
+
+    def read_env(self) -> dict[str, Any]:
+        """Machine, versions and command of the run; empty where none was written."""
+        return json.loads(self.env.read_text("utf-8")) if self.env.is_file() else {}
+
+    def read_metrics(self, rank: int = 0) -> list[dict[str, Any]]:
+        """Rows of one rank, by step; where a resume wrote a step again, the later row counts."""
+        by_step = {row["step"]: row for row in read_rows(self.metrics(rank))}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """All events in the order they were written."""
+        return list(read_rows(self.events))
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSON-lines file; nothing where there is no file."""
+    if not path.is_file():
+        return
+    lines = path.read_text("utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return
+            raise LanewayError(f"{path}, line {number}: not a JSON row ({error})") from error
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Append one row, after removing what a kill may have left half-written at the end of the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        _drop_torn_tail(file)
+        file.write(json.dumps(row, ensure_ascii=False, default=float).encode() + b"\n")
+
+
+def _drop_torn_tail(file: BinaryIO) -> None:
+    """Cut the file after its last newline."""
+    end = file.seek(0, os.SEEK_END)
+    keep = end
+    while keep > 0:
+        start = max(0, keep - 4096)
+        file.seek(start)
+        cut = file.read(keep - start).rfind(b"\n")
+        if cut >= 0:
+            keep = start + cut + 1
+            break
+        keep = start
+    if keep < end:
+        file.truncate(keep)
+
+
+def append_event(run: RunDirectory, kind: str, step: int, **fields: Any) -> None:
+    """Append one event with the time of day in seconds."""
+    append_row(run.events, {"time": time.time(), "step": step, "kind": kind, **fields})

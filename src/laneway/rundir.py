@@ -13,10 +13,11 @@ A row that a kill left half-written at the end of a file is skipped; a broken ro
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -92,7 +93,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Rows of a JSON-lines file; nothing where there is no file."""
     if not path.is_file():
         return
-    lines = path.read_text("utf-8", errors="replace").splitlines()
+    # Not splitlines(): it also cuts at U+2028 and U+0085, which JSON leaves as they are inside strings.
+    lines = path.read_text("utf-8", errors="replace").removesuffix("\n").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -102,6 +104,30 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             if number == len(lines):
                 return
             raise LanewayError(f"{path}, line {number}: not a JSON row ({error})") from error
+
+
+def number(value: Any) -> float:
+    """``value`` as a float; NaN for what is no finite number (null, text, a flag, an infinity)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:  # an integer beyond the range of a float
+        return math.nan
+
+
+def column(rows: Iterable[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one scalar over the rows that have it; a value that is no finite number comes as NaN."""
+    found = [(row["step"], number(row[key])) for row in rows if key in row]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def site_columns(rows: Iterable[dict[str, Any]], key: str) -> tuple[list[int], list[list[float]]]:
+    """Steps and per-site values (one a site, by depth) of a list over the rows that have it, all as long as the last one."""
+    found = [(row["step"], [number(item) for item in row[key]]) for row in rows if isinstance(row.get(key), list)]
+    depth = len(found[-1][1]) if found else 0
+    kept = [(step, sites) for step, sites in found if depth and len(sites) == depth]
+    return [step for step, _ in kept], [sites for _, sites in kept]
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:

@@ -1,0 +1,15 @@
+"""Hyper-connections: reference, manifolds, the layer and what watches it."""
+
+from laneway.connections.inspect import StreamProbe
+from laneway.connections.layer import HyperConnection, StreamReadout, expand_spread, expand_streams
+from laneway.connections.parameters import param_groups, shard_connections
+
+__all__ = [
+    "HyperConnection",
+    "StreamProbe",
+    "StreamReadout",
+    "expand_spread",
+    "expand_streams",
+    "param_groups",
+    "shard_connections",
+]

@@ -1,0 +1,1 @@
+"""Kernels, one file a backend. Each computes what ``reference.py`` defines."""

@@ -1,0 +1,234 @@
+"""``HyperConnection``: one site. ``expand_streams`` and ``StreamReadout``: into and out of n streams.
+
+Shapes: … any leading dims (batch, time), n streams, C width (``dim``), N = all leading dims flattened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from laneway.connections import manifolds, ops, start
+from laneway.connections.parameters import WideParameters
+from laneway.core import InputError, choice, positive_int
+
+Merge = Callable[[Tensor], Tensor]
+
+
+class HyperConnection(WideParameters):
+    """One site of a manifold-constrained hyper-connection (Xie et al., arXiv 2512.24880, Eqs. 3 and 7–9).
+
+    ``h, merge = site(x)`` gives the sub-layer's input h = H_pre x, and ``merge(f)`` the new streams H_res x + H_postᵀ f, so
+    that ``x = merge(sublayer(h))``. The parameters are laid out as DeepSeek-V4's: ``fn`` [m, nC] with the rows pre (n), post
+    (n), res ([in, out], n² for sinkhorn), ``base`` [m], ``scale`` [3]. They stay fp32 under ``.to(bfloat16)``, autocast and
+    FSDP (see ``shard_connections``); the streams may be fp32, bf16, fp16 or fp64.
+
+    Args:
+        dim: width C of one stream.
+        streams: n ≥ 1. One stream is the plain residual x + f, without parameters.
+        manifold: where H_res lives: sinkhorn (mHC), birkhoff, kronecker, orthogonal, identity, none (HC: tanh, see Eq. 5).
+        site: index of this site in the network; the start leans on other streams at each (see docs/start.md).
+        iterations: Sinkhorn iterations.
+        cap: H_res logits pass through cap·tanh(h / cap); None leaves them alone (as the paper and V4 do).
+        eps: added to H_pre and inside Sinkhorn as DeepSeek-V4 does (1e-6 there); 0 is the paper.
+        norm_eps: added to the mean square of the RMSNorm.
+        disable: True: the plain residual on stream 0-sized maps, H_pre = 1/n, H_post = 1, H_res = I, without parameters.
+            None: True for one stream, else False. False with one stream keeps the maps.
+        device, dtype: of the parameters; fp32 or float64.
+
+    Raises:
+        InputError: a value out of range, or an unknown manifold (the nearest is suggested).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        streams: int,
+        manifold: str = "sinkhorn",
+        *,
+        site: int = 0,
+        iterations: int = 20,
+        cap: float | None = 8.0,
+        eps: float = 0.0,
+        norm_eps: float = 1e-6,
+        disable: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.dim, self.streams = positive_int("dim", dim), positive_int("streams", streams)
+        self.site, self.iterations = positive_int("site", site, 0), positive_int("iterations", iterations)
+        if cap is not None and not cap > 0:
+            raise InputError("cap", cap, "a number > 0, or None for no cap")
+        for name, value in (("eps", eps), ("norm_eps", norm_eps)):
+            if not value >= 0:
+                raise InputError(name, value, "a number ≥ 0")
+        if dtype not in (torch.float32, torch.float64):
+            raise InputError("dtype", dtype, "torch.float32 or torch.float64: maps are never narrower")
+        self.manifold = choice("manifold", manifold, manifolds.MANIFOLDS)
+        self.disabled = streams == 1 if disable is None else disable
+        self.cap, self.eps, self.norm_eps = cap, eps, norm_eps
+        self.observers: list[Callable[[HyperConnection, Tensor, Tensor], None]] = []
+        if self.disabled:
+            return
+        self.res = manifolds.build(manifold, streams, iterations=iterations, eps=eps)
+        rows = 2 * streams + self.res.logits
+        shape = (streams + 2, dim) if manifold == "none" else (rows, streams * dim)
+        self.fn = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.base = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
+        self.scale = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The start: zero projection, scale 1, and the biases of docs/start.md (HC: its own one-hot start)."""
+        if self.disabled:
+            return
+        n = self.streams
+        self.fn.zero_()
+        if self.manifold == "none":  # arXiv 2409.19606, Eq. 14: reads one-hot, writes 1, H_res = I, dynamic scale 0.01
+            self.scale.fill_(0.01)
+            pre, post = torch.eye(n)[self.site % n], torch.ones(n)
+        else:
+            self.scale.fill_(1.0)
+            pre, post = start.logit(start.read_weights(n, self.site) - self.eps), start.logit(start.write_weights(n) / 2)
+        self.base.copy_(torch.cat([pre, post, self.res.start]))
+
+    def extra_repr(self) -> str:
+        if self.disabled:
+            return f"dim={self.dim}, streams={self.streams}, disabled"
+        return f"dim={self.dim}, streams={self.streams}, manifold={self.manifold!r}, site={self.site}, cap={self.cap}"
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Merge]:
+        """Streams [..., n, C] → (h [..., C], merge), with merge: f [..., C] → [..., n, C].
+
+        Raises:
+            InputError: x has other trailing dims than [streams, dim].
+            TypeError: the parameters were narrowed below fp32, or x is not floating point.
+        """
+        if x.shape[-2:] != (self.streams, self.dim):
+            raise InputError("x", list(x.shape), f"[..., streams = {self.streams}, dim = {self.dim}]")
+        if self.disabled:
+            return _plain(x)
+        self.require_wide()
+        flat = x.reshape(math.prod(x.shape[:-2]), self.streams, self.dim).contiguous()
+        with torch.autocast(x.device.type, enabled=False):
+            h, carry, post, res = self._maps(flat)
+        for observe in self.observers:
+            observe(self, x.detach(), res.detach())
+        lead = x.shape[:-2]
+
+        def merge(f: Tensor) -> Tensor:
+            if f.shape != (*lead, self.dim):
+                raise InputError("f", list(f.shape), f"the sub-layer's output, {[*lead, self.dim]}")
+            y = ops.post_mix(flat, carry, f.reshape(-1, self.dim).contiguous(), post, res)
+            return y.view(x.shape)
+
+        return h.view(*lead, self.dim), merge
+
+    def _maps(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [N, n, C] → h, carry, H_post [N, n], H_res [N, out, in]."""
+        n, hc = self.streams, self.manifold == "none"
+        wide = torch.promote_types(self.fn.dtype, ops.eager.compute_dtype(x.dtype))
+        fn, base, scale = (p.to(wide) for p in (self.fn, self.base, self.scale))
+        kind, groups = ("tanh", n) if hc else ("sigmoid", 1)
+        h, z, _, carry = ops.pre_mix(x, fn, base[:n], scale[0], groups, kind, self.norm_eps, 0.0 if hc else self.eps)
+        if hc:  # z [N, in, (pre, post, res outputs)]
+            z = z.unflatten(-1, (n, n + 2)).tanh()
+            post = torch.addcmul(base[n : 2 * n], z[:, :, 1], scale[1])
+            return h, carry, post, self.res.matrix(torch.addcmul(base[2 * n :], z[:, :, 2:].flatten(1), scale[2]))
+        post = torch.addcmul(base[n : 2 * n], z[:, n : 2 * n], scale[1]).sigmoid() * 2
+        logits = torch.addcmul(base[2 * n :], z[:, 2 * n :], scale[2])
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return h, carry, post, self.res.matrix(logits)
+
+
+def _plain(x: Tensor) -> tuple[Tensor, Merge]:
+    """The plain residual: h is the mean of the streams (the stream itself for n = 1), f is added to each."""
+    h = x.squeeze(-2) if x.shape[-2] == 1 else x.mean(-2)
+    return h, lambda f: x + f.unsqueeze(-2)
+
+
+def expand_spread(streams: int) -> float:
+    """The spread at which ``expand_streams`` suits the start of docs/start.md; 0 for fewer than three streams."""
+    return start.WRITE if streams >= 3 else 0.0
+
+
+def expand_streams(x: Tensor, streams: int, *, spread: float = 0.0) -> Tensor:
+    """[..., C] → [..., n, C]: every stream begins as a copy of x (as DeepSeek-V4), or as x·(1 + q) with a spread.
+
+    Args:
+        x: the embedding.
+        streams: n ≥ 1.
+        spread: relative size of q, which is +spread on one half of the streams and −spread on the other (mean 1). It lets
+            H_res of the first site see different streams; see docs/start.md.
+
+    Raises:
+        InputError: streams < 1.
+    """
+    positive_int("streams", streams)
+    copies = x.unsqueeze(-2).expand(*x.shape[:-1], streams, x.shape[-1])
+    if spread == 0.0:
+        return copies.contiguous()
+    gain = 1 + start.write_direction(streams) * (spread / start.WRITE)
+    return copies * gain.to(x)[:, None]
+
+
+class StreamReadout(WideParameters):
+    """[..., n, C] → [..., C].
+
+    ``learned``: DeepSeek-V4's head, Σ_i w_i x_i with w = σ(scale · φ RMSNorm(vec x) + base) + eps, in parameters ``fn``
+    [n, nC], ``base`` [n], ``scale`` [1]; it starts at the constant weights of docs/start.md, which sum to one.
+    ``mean`` and ``sum`` have no parameters.
+
+    Raises:
+        InputError: dim or streams < 1, or another kind.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        streams: int,
+        kind: str = "learned",
+        *,
+        eps: float = 0.0,
+        norm_eps: float = 1e-6,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.streams = positive_int("dim", dim), positive_int("streams", streams)
+        self.kind = choice("kind", kind, ("learned", "mean", "sum"))
+        self.eps, self.norm_eps = eps, norm_eps
+        self.learned = kind == "learned" and streams > 1
+        if self.learned:
+            self.fn = nn.Parameter(torch.empty(streams, streams * dim, device=device))
+            self.base = nn.Parameter(torch.empty(streams, device=device))
+            self.scale = nn.Parameter(torch.empty(1, device=device))
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Zero projection, scale 1, constant weights that sum to one."""
+        if self.learned:
+            self.fn.zero_()
+            self.scale.fill_(1.0)
+            self.base.copy_(start.logit(start.readout_weights(self.streams) - self.eps))
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, streams={self.streams}, kind={self.kind!r}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., n, C] → [..., C], in the dtype of x."""
+        if x.shape[-2:] != (self.streams, self.dim):
+            raise InputError("x", list(x.shape), f"[..., streams = {self.streams}, dim = {self.dim}]")
+        if not self.learned:
+            return x.squeeze(-2) if self.streams == 1 else x.mean(-2) if self.kind == "mean" else x.sum(-2)
+        self.require_wide()
+        flat = x.reshape(math.prod(x.shape[:-2]), self.streams, self.dim).contiguous()
+        with torch.autocast(x.device.type, enabled=False):
+            h, *_ = ops.pre_mix(flat, self.fn, self.base, self.scale[0], 1, "sigmoid", self.norm_eps, self.eps)
+        return h.view(*x.shape[:-2], self.dim)

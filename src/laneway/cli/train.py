@@ -1,0 +1,139 @@
+"""``laneway train [RECIPE] [--config FILE] [--out DIR] [--resume] [--json] [any field as a flag]``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from laneway.cli._parse import parse
+from laneway.core import LanewayError, choice
+from laneway.recipes import DEFAULT, RECIPES
+from laneway.rundir import RunDirectory
+from laneway.train.config import TrainConfig
+from laneway.train.loop import TrainResult, train
+from laneway.train.place import newest_run
+from laneway.train.progress import duration
+from laneway.train.resume import saved_config
+from laneway.train.settings import merge, read_toml
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for: where to start from, where to write, and the merged configuration."""
+
+    recipe: str | None
+    config_file: Path | None
+    out: Path | None
+    resume: bool
+    json: bool
+    settings: TrainConfig
+
+    @property
+    def folder(self) -> Path:
+        """The run directory to write, or to look beside where it was left open."""
+        return self.out or Path("runs") / (self.recipe or DEFAULT)
+
+
+def run(args: Sequence[str]) -> int:
+    """Train, then say where the run lies and what to look at next."""
+    first_rank = int(os.environ.get("RANK", "0")) == 0
+    try:
+        request = read_request(args)
+        result = train(
+            request.settings,
+            out=request.folder,
+            resume=request.resume,
+            spare=request.out is None,
+            console="stderr" if request.json else "stdout",
+        )
+    except LanewayError as error:
+        if first_rank:
+            raise
+        return error.exit_code  # every rank has the same error: one of them says it
+    if first_rank:
+        print(json.dumps(as_json(result)) if request.json else last_lines(result))
+    return 0
+
+
+def read_request(args: Sequence[str]) -> Request:
+    """Parse the flags over the configuration they start from: recipe < file < flags (with --resume, the run's own < …).
+
+    Which configuration that is stands in the flags themselves, so they are read twice where the first guess was wrong.
+    """
+    guess = Request(args[0] if args and not args[0].startswith("-") else None, None, None, False, False, TrainConfig())
+    for _ in range(2):
+        start = starting_config(guess)
+        found = parse(_command(start), args, prog="laneway train")
+        if _source(found) == _source(guess):
+            break
+        guess = found
+    if found.resume and found.out is None:
+        found = dataclasses.replace(found, out=newest_run(found.folder))
+    return found
+
+
+def starting_config(request: Request) -> TrainConfig:
+    """The configuration that flags change: recipe and file, or the one in the run directory that is to be resumed."""
+    if request.resume and request.recipe is None:
+        config = saved_config(RunDirectory.open(newest_run(request.folder) if request.out is None else request.out, "resume"))
+    else:
+        config = RECIPES[choice("recipe", request.recipe or DEFAULT, RECIPES)]()
+    if request.config_file is None:
+        return config
+    config, problems = merge(config, read_toml(request.config_file))
+    for problem in problems:
+        raise problem
+    return config
+
+
+def _source(request: Request) -> tuple[object, ...]:
+    return request.recipe, request.config_file, request.resume, request.out if request.resume else None
+
+
+def _command(start: TrainConfig) -> Callable[..., Request]:
+    """The verb as a function whose defaults are ``start``'s fields."""
+
+    def command(
+        recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = None,
+        /,
+        config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+        out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
+        resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+        json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+        settings: tyro.conf.OmitArgPrefixes[TrainConfig] = start,
+    ) -> Request:
+        """Train a language model on text. Flags win over the file, the file over the recipe.
+
+        Args:
+            recipe: tiny (the default) | small | gpt2-124m
+            config: TOML file with the fields below; config.toml of any run is one.
+            out: run directory; by default runs/RECIPE, or runs/RECIPE-2, … where that is taken.
+            resume: go on from the newest checkpoint in --out (by default the latest run of the recipe).
+            json: one JSON object on stdout at the end; everything else goes to stderr.
+            settings: the run
+        """
+        return Request(recipe, config, out, resume, json, settings)
+
+    return command
+
+
+def as_json(result: TrainResult) -> dict[str, object]:
+    """The result in plain JSON types."""
+    return {**dataclasses.asdict(result), "run": str(result.run)}
+
+
+def last_lines(result: TrainResult) -> str:
+    """What the run came to, where it lies and the next command."""
+    if result.stopped:
+        return f"stopped by {result.stopped} after step {result.steps}; go on: laneway train --resume --out {result.run}"
+    figures = f"val loss {result.val_loss:.4f} nats/token, {result.val_bits_per_byte:.3f} bits/byte"
+    return f"{figures} after {result.steps} steps in {duration(result.seconds)}; run in {result.run}; next: laneway report {result.run}"
+
+

@@ -1,0 +1,13 @@
+"""Whole training runs as typed functions: read one, copy it, change it. A recipe's name is what `laneway train` takes."""
+
+from collections.abc import Callable
+
+from laneway.recipes.gpt2_124m import gpt2_124m
+from laneway.recipes.small import small
+from laneway.recipes.tiny import tiny
+from laneway.train.config import TrainConfig
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"tiny": tiny, "small": small, "gpt2-124m": gpt2_124m}
+DEFAULT = "tiny"
+
+__all__ = ["DEFAULT", "RECIPES", "gpt2_124m", "small", "tiny"]

@@ -1,0 +1,172 @@
+"""The dials of a training run. A dataclass sits beside each group of fields and checks itself; the recipes fill them in.
+
+Every field may come from a recipe, a TOML file or a flag (in that order, the later wins) and is named the same in all three:
+``optimizer.lr`` is ``lr = …`` under ``[optimizer]`` and ``--optimizer.lr``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from laneway.core import InputError, choice, positive_int
+from laneway.data.text import TextDataConfig
+from laneway.data.text import check as check_text
+from laneway.models.gpt import GPTConfig
+
+PRECISIONS = ("fp32", "bf16")
+PARALLEL = ("auto", "none", "ddp", "fsdp")
+
+# What a resumed run may change without becoming another run: how often it looks, writes and tells …
+CADENCE = frozenset(
+    {
+        "log_every",
+        "probe_every",
+        "validate_every",
+        "validation_batches",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "sample_prompt",
+        "sample_tokens",
+        "max_nonfinite",
+        "data.cache",
+        "data.verify",
+        "data.rebuild",
+    }
+)
+# … and how the same arithmetic is laid out: the curve stays the same to rounding, no longer bit for bit.
+LAYOUT = frozenset({"device", "compile", "activation_checkpointing", "parallel", "micro_batch_size"})
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW under a linear warm-up and a cosine that ends at a floor."""
+
+    lr: float = 3e-4
+    """Highest learning rate, reached at the end of the warm-up."""
+    warmup: float = 0.05
+    """Part of the run's steps over which the learning rate rises linearly."""
+    floor: float = 0.1
+    """Learning rate at the last step, as a fraction of the highest."""
+    beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; maps, biases, scales, norms and embeddings have none."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    def problems(self, prefix: str = "optimizer") -> list[InputError]:
+        """Everything that is wrong with these fields, one error a field."""
+        rules = [
+            ("lr", self.lr, 0 < self.lr < math.inf, "a number > 0"),
+            ("warmup", self.warmup, 0 <= self.warmup < 1, "a fraction from 0 to below 1"),
+            ("floor", self.floor, 0 <= self.floor <= 1, "a fraction from 0 to 1"),
+            ("beta1", self.beta1, 0 <= self.beta1 < 1, "a number from 0 to below 1"),
+            ("beta2", self.beta2, 0 <= self.beta2 < 1, "a number from 0 to below 1"),
+            ("eps", self.eps, self.eps > 0, "a number > 0"),
+            ("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a number ≥ 0"),
+            ("clip_norm", self.clip_norm, 0 <= self.clip_norm < math.inf, "a number > 0, or 0 for no clipping"),
+        ]
+        return [InputError(f"{prefix}.{name}", given, accepted) for name, given, fine, accepted in rules if not fine]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole training run: model, data, optimizer, and how the loop goes about it."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    """The network."""
+    data: TextDataConfig = field(default_factory=TextDataConfig)
+    """The text."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
+    steps: int = 1000
+    """Optimizer steps; 0 builds everything, validates once, saves and exports."""
+    batch_size: int = 32
+    """Sequences in one optimizer step, over all ranks and micro-batches."""
+    micro_batch_size: int | None = None
+    """Sequences in one forward pass on one rank; None: the rank's whole share. Must divide that share."""
+    seed: int = 0
+    """Seed of the weights, of the data order and of every generator."""
+    precision: str = "fp32"
+    """fp32 | bf16: with bf16 the sub-layers compute in bfloat16; parameters, maps and optimizer stay in fp32."""
+    device: str = "auto"
+    """auto (the accelerator, else the CPU) or a device type such as cpu or cuda."""
+    parallel: str = "auto"
+    """auto (ddp under torchrun with several ranks, else none) | none | ddp | fsdp"""
+    compile: bool = False
+    """Compile each block with torch.compile; the first step then takes much longer."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each block and compute the rest again in the backward pass."""
+    log_every: int = 1
+    """Steps between metrics rows."""
+    probe_every: int = 20
+    """Steps between looks into the streams (gain, collapse, …): one extra forward of a micro-batch; 0: never."""
+    validate_every: int = 100
+    """Steps between validations; there is one at the end in any case. 0: only that one."""
+    validation_batches: int = 4
+    """Batches of ``batch_size`` sequences that a validation reads, always the same ones; fewer where the text has fewer."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; there is one at the end in any case. 0: only that one."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints to keep."""
+    sample_prompt: str = "def "
+    """Start of the text that is written after each validation."""
+    sample_tokens: int = 200
+    """Tokens written at the end of the run, and a quarter of them after each validation; 0: none."""
+    max_nonfinite: int = 10
+    """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
+
+    def problems(self, world_size: int = 1) -> list[InputError]:
+        """Everything that is wrong with the configuration, one error a field, for a run on ``world_size`` ranks."""
+        found = [*self.model.problems("model"), *self.optimizer.problems("optimizer")]
+        counts = {"steps": 0, "batch_size": 1, "log_every": 1, "keep_checkpoints": 1, "max_nonfinite": 1}
+        counts |= dict.fromkeys(("seed", "probe_every", "validate_every", "checkpoint_every", "sample_tokens"), 0)
+        counts |= {"validation_batches": 1}
+        found += collect([lambda n=name, low=low: positive_int(n, getattr(self, n), low) for name, low in counts.items()])
+        found += collect(
+            [
+                lambda: check_text(self.data),
+                lambda: choice("precision", self.precision, PRECISIONS),
+                lambda: choice("parallel", self.parallel, PARALLEL),
+                lambda: self._check_batch(world_size),
+            ]
+        )
+        return found
+
+    def check(self, world_size: int = 1) -> None:
+        """Raise the first problem."""
+        for problem in self.problems(world_size):
+            raise problem
+
+    def micro_batch(self, world_size: int = 1) -> int:
+        """Sequences in one forward pass of one rank."""
+        return self.micro_batch_size or self.batch_size // world_size
+
+    def _check_batch(self, world_size: int) -> None:
+        if not (isinstance(self.batch_size, int) and self.batch_size > 0):
+            return
+        if self.batch_size % world_size:
+            raise InputError("batch_size", self.batch_size, f"a multiple of the {world_size} ranks")
+        if self.micro_batch_size is None:
+            return
+        share = self.batch_size // world_size
+        if positive_int("micro_batch_size", self.micro_batch_size) > share or share % self.micro_batch_size:
+            accepted = f"a divisor of a rank's share, batch_size / ranks = {share}"
+            raise InputError("micro_batch_size", self.micro_batch_size, accepted)
+
+
+def collect(checks: Iterable[Callable[[], object]]) -> list[InputError]:
+    """Run every check; return the errors of those that raised one."""
+    found: list[InputError] = []
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            found.append(error)
+    return found

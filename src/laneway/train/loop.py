@@ -1,0 +1,257 @@
+"""The training loop. One step, in order:
+
+    extensions begin → batch → forward and backward of each micro-batch → extensions see the gradients → one sum of loss
+    and stop requests over the ranks → clip, update (or skip, if a number is not finite) → extensions end → probe and
+    validate where due → metrics row → checkpoint where due
+
+The loop holds a list of extensions and knows none by name. Whatever depends on a number or a signal is decided from values
+that are the same on every rank, so all ranks take the same path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from laneway.checkpoint import CheckpointStore, export
+from laneway.core import Extension
+from laneway.rundir import RunDirectory, append_event
+from laneway.train.config import TrainConfig
+from laneway.train.environment import describe_environment
+from laneway.train.faults import NonfiniteGuard, StopRequest
+from laneway.train.metrics import MetricsWriter, StepClock, peak_bytes, plain
+from laneway.train.place import claimed, free_folder
+from laneway.train.progress import Display
+from laneway.train.ranks import Ranks, ranks_of_run
+from laneway.train.resume import check_same_run, load_state, save_state
+from laneway.train.schedule import learning_rate
+from laneway.train.settings import to_toml
+from laneway.train.workbench import Workbench, build
+
+EXPORT = "export"  # folder in the run directory
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to. ``stopped``: the signal that ended it early; then there is no validation of the last step."""
+
+    run: Path
+    steps: int
+    val_loss: float | None
+    val_bits_per_byte: float | None
+    seconds: float
+    stopped: str | None = None
+
+
+def train(
+    config: TrainConfig,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    spare: bool = False,
+    extensions: Sequence[Extension] = (),
+    console: str | None = "stdout",
+) -> TrainResult:
+    """Train as ``config`` says and leave a run directory behind. Seeds the global generators of python, numpy and torch.
+
+    Under torchrun every rank calls it alike. SIGTERM and SIGINT end it after the current step with a checkpoint.
+
+    Args:
+        config: the whole run.
+        out: the run directory.
+        resume: go on from the newest good checkpoint in ``out``.
+        spare: where ``out`` holds a run already, take ``out-2``, ``out-3``, … instead of raising.
+        extensions: take part in every step, in this order, on every rank.
+        console: where progress goes: ``stdout``, ``stderr`` or None.
+
+    Raises:
+        InputError: a field is wrong, the folder is taken, or the run in it was made with another configuration.
+        LanewayError: too many steps in a row were not finite; the last good checkpoint is kept.
+    """
+    started = time.perf_counter()
+    if config.model.logit_cap is None:  # TOML has no null, and config.toml must give the same run again
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, logit_cap=0.0))
+    with StopRequest().listening() as stop, ranks_of_run(config.device) as ranks:
+        config.check(ranks.world_size)
+        display = Display(config.steps, enabled=ranks.first and console is not None, to_stderr=console == "stderr")
+        with _folder(ranks, Path(out), resume, spare) as run:
+            layout = ranks.together(lambda: check_same_run(run, config) if resume else [])
+            training = _Training(config, run, ranks, build(config, ranks), list(extensions), display, stop, started)
+            return training.run(resume, layout)
+
+
+@contextmanager
+def _folder(ranks: Ranks, out: Path, resume: bool, spare: bool) -> Iterator[RunDirectory]:
+    """The run directory, held by rank 0 for as long as the block runs."""
+    with ExitStack() as held:
+        yield ranks.on_first(lambda: held.enter_context(claimed(free_folder(out) if spare and not resume else out, resume)))
+
+
+class _Training:
+    """The state of one call of ``train``."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        ranks: Ranks,
+        bench: Workbench,
+        extensions: list[Extension],
+        display: Display,
+        stop: StopRequest,
+        started: float,
+    ) -> None:
+        self.config, self.folder, self.ranks, self.bench = config, run, ranks, bench
+        self.extensions, self.display, self.stop, self.started = extensions, display, stop, started
+        self.store = CheckpointStore(run, config.keep_checkpoints)
+        self.guard = NonfiniteGuard(config.max_nonfinite)
+        self.clock = StepClock()
+        self.writer = MetricsWriter(run.metrics(ranks.rank))
+        self.done = 0
+        self.saved: int | None = None
+        self.val_loss: float | None = None
+
+    def run(self, resume: bool, layout: list[str]) -> TrainResult:
+        """Begin or resume (with other values of the fields in ``layout``), loop, finish."""
+        self._begin(resume)
+        if layout:
+            self._notice(f"{', '.join(layout)} changed: the run goes on equal to rounding, not bit for bit")
+        with self.display.running(self.done):
+            while self.done < self.config.steps:
+                if self._step(self.done + 1):
+                    return self._stopped()
+        return self._finish()
+
+    # -- the parts of a run, in order
+
+    def _begin(self, resume: bool) -> None:
+        if resume:
+            self.saved = self.store.latest_step()
+        if self.saved is not None:
+            load_state(self.store, self.saved, self.bench, self.extensions)
+            self.done = self.saved
+        self.ranks.on_first(self._write_description)
+        kind = "resume" if resume else "start"
+        world, device = self.ranks.world_size, self.ranks.device.type
+        self._event(kind, steps=self.config.steps, parameters=self.bench.parameters, world_size=world, device=device)
+        if resume and self.saved is None:
+            self._notice("no checkpoint to resume from: the run begins anew")
+        text = f"{self.bench.parameters / 1e6:.2f} M parameters, {self.bench.parallel.kind} on {world} × {device}"
+        self.display.say(f"{'resuming' if resume else 'training'} in {self.folder.path} at step {self.done}: {text}")
+
+    def _write_description(self) -> None:
+        self.folder.config.write_text(to_toml(self.config), "utf-8")
+        self.folder.env.write_text(json.dumps(describe_environment(self.ranks), indent=1), "utf-8")
+
+    def _step(self, step: int) -> bool:
+        """One optimizer step and what is due after it; returns whether the run was asked to stop."""
+        config = self.config
+        with self.clock.step():
+            for extension in self.extensions:
+                extension.on_step_begin(step)
+            batch = next(self.bench.loader)
+            lr = learning_rate(config.optimizer, step, config.steps)
+            outcome = self.bench.stepper(batch, lr, self.stop.name is not None, lambda: self._after_backward(step))
+        row: dict[str, Any] = {"loss": outcome.loss, "bits_per_byte": self._bits(outcome.loss, "train"), "lr": lr}
+        row |= {"grad_norm": outcome.grad_norm}
+        self.done = step
+        self.guard.see(outcome.finite)
+        if not outcome.finite:
+            row["skipped"] = 1
+            self._event("nonfinite", loss=plain(outcome.loss), grad_norm=plain(outcome.grad_norm), in_a_row=self.guard.in_a_row)
+        for extension in self.extensions:
+            extension.on_step_end(step, row)
+        self._look(step, batch[0], row)
+        if self.guard.exhausted:
+            error = self.guard.error(step, self.saved)
+            self._event("stop", reason=str(error))
+            raise error
+        if outcome.stop or (_due(step, config.checkpoint_every) and step < config.steps):
+            self._save()
+        return outcome.stop
+
+    def _after_backward(self, step: int) -> None:
+        for extension in self.extensions:
+            extension.on_backward_end(step)
+
+    def _look(self, step: int, inputs_bt: Any, row: dict[str, Any]) -> None:
+        """Probe, validate, write the row and a short sample, where each is due."""
+        config = self.config
+        probing = config.probe_every > 0 and (step == 1 or _due(step, config.probe_every) or step == config.steps)
+        validating = _due(step, config.validate_every) or step == config.steps
+        if probing:
+            row |= self.bench.evaluator.probe(inputs_bt)
+        if validating:
+            row |= self._validate()
+        if probing or validating or _due(step, config.log_every):
+            row |= self.clock.take(config.batch_size * config.model.context) | {"peak_bytes": peak_bytes(self.ranks.device)}
+            self.writer.write(step, row)
+        self.display.step(step, row)
+        if validating and step < config.steps:
+            self._sample(config.sample_tokens // 4)
+
+    def _stopped(self) -> TrainResult:
+        name = self.ranks.on_first(lambda: self.stop.name) or self.stop.name or "a signal on another rank"
+        self._event("signal", signal=name)
+        self.display.say(f"{name}: stopped after step {self.done}; go on with `laneway train --resume --out {self.folder.path}`")
+        return TrainResult(self.folder.path, self.done, None, None, self._seconds(), name)
+
+    def _finish(self) -> TrainResult:
+        """Validation if the last step's is missing, final checkpoint, sample, export."""
+        if self.val_loss is None:
+            validation = self._validate()
+            if self.done == 0:
+                self.writer.write(0, validation)
+        if self.saved != self.done:
+            self._save()
+        self._sample(self.config.sample_tokens)
+        vocabulary = self.config.data.tokenizer
+        described = {"architecture": "laneway GPT", "model": dataclasses.asdict(self.config.model)}
+        export(self.bench.parallel.model, described, self.folder.path / EXPORT, None if vocabulary == "byte" else vocabulary)
+        bits = self._bits(self.val_loss, "validation")
+        self._event("finish", val_loss=plain(self.val_loss), val_bits_per_byte=plain(bits), seconds=self._seconds())
+        return TrainResult(self.folder.path, self.done, self.val_loss, bits, self._seconds())
+
+    # -- small helpers
+
+    def _validate(self) -> dict[str, float]:
+        self.val_loss = self.bench.evaluator.validation_loss()
+        return {"val_loss": self.val_loss, "val_bits_per_byte": self._bits(self.val_loss, "validation")}
+
+    def _sample(self, tokens: int) -> None:
+        text = self.bench.evaluator.sample(tokens) if tokens else None
+        if text is not None:
+            self._event("sample", prompt=self.config.sample_prompt, text=text)
+
+    def _save(self) -> None:
+        """Save, unless the last step was skipped: what led to it may sit in the state, and older checkpoints must stay."""
+        if not self.guard.healthy:
+            return
+        start = time.perf_counter()
+        save_state(self.store, self.done, self.bench, self.extensions)
+        self.saved = self.done
+        self._event("checkpoint", seconds=time.perf_counter() - start)
+
+    def _bits(self, nats_per_token: float, split: str) -> float:
+        return self.bench.corpus.bits_per_byte(nats_per_token, split)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        if self.ranks.first:
+            append_event(self.folder, kind, self.done, **fields)
+
+    def _notice(self, message: str) -> None:
+        self._event("notice", message=message)
+        self.display.say(message)
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,67 @@
+"""Rows of the metrics files, and the figures in them that come from this process: time and memory."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laneway.rundir import append_row
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes in use so far: allocated on an accelerator, resident in the whole process on the CPU."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes everywhere but on macOS
+
+
+class StepClock:
+    """Time spent in optimizer steps, their data included; validation, probes and saving stand outside."""
+
+    def __init__(self) -> None:
+        self.steps, self.seconds = 0, 0.0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step; it ends with a transfer to the host, so the device has finished too."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+        self.steps += 1
+
+    def take(self, tokens_per_step: int) -> dict[str, float]:
+        """``step_ms`` (mean) and ``tokens_per_s`` (all ranks) since the last call."""
+        steps, seconds = self.steps, self.seconds
+        self.steps, self.seconds = 0, 0.0
+        return {"step_ms": 1000 * seconds / steps, "tokens_per_s": tokens_per_step * steps / seconds} if steps else {}
+
+
+class MetricsWriter:
+    """Appends rows to one rank's file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Append one row; what is no finite number is written as null, which JSON has and NaN it has not."""
+        append_row(self.path, {"step": step, "time": time.time()} | {key: plain(value) for key, value in fields.items()})
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON can hold it."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,100 @@
+"""Where a run lives: choosing its folder, and holding it so that no second process writes there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from laneway.core import InputError
+from laneway.rundir import RunDirectory
+
+LOCK = ".lock"
+
+
+@contextmanager
+def claimed(folder: str | Path, resume: bool) -> Iterator[RunDirectory]:
+    """Hold ``folder`` as this process's run directory.
+
+    The lock is the operating system's: it goes when the process goes, however that happens.
+
+    Raises:
+        InputError: the folder is in use, holds a run already (without ``resume``), holds none (with it), or can't be written.
+    """
+    folder = Path(folder)
+    if resume and not (folder / "config.toml").is_file():
+        raise InputError("resume", str(folder), "the folder of an earlier run", "leave --resume out to start a new run there")
+    if not resume and (folder / "config.toml").exists():
+        raise _taken(folder)
+    lock = _lock(folder)
+    try:
+        # A process that held the folder between the look above and the lock may have started a run in it.
+        if not resume and (folder / "config.toml").exists():
+            raise _taken(folder)
+        yield RunDirectory(folder)
+    finally:
+        lock.close()
+
+
+def _taken(folder: Path) -> InputError:
+    hint = f"continue it with `--resume --out {folder}`, or choose another --out"
+    return InputError("out", str(folder), "a folder that holds no run yet", hint)
+
+
+def _lock(folder: Path) -> IO[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise InputError("out", str(folder), "a folder that can be made and written", error.strerror) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        lock.close()
+        hint = "wait for it, stop it, or choose another --out"
+        raise InputError("out", str(folder), "a run directory no process is using", f"process {owner} is writing to it; {hint}") from None
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def free_folder(wanted: str | Path) -> Path:
+    """``wanted`` if it holds no run and is not in use, else the first free one of ``wanted-2``, ``wanted-3``, …"""
+    wanted = Path(wanted)
+    number, folder = 1, wanted
+    while (folder / "config.toml").exists() or in_use(folder):
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
+def newest_run(wanted: str | Path) -> Path:
+    """Of ``wanted``, ``wanted-2``, … the run that was written to last; ``wanted`` itself where there is none."""
+    wanted = Path(wanted)
+    runs = [p for p in wanted.parent.glob(f"{wanted.name}*") if p == wanted or p.name.removeprefix(f"{wanted.name}-").isdigit()]
+    runs = [run for run in runs if (run / "config.toml").is_file()]
+    return max(runs, key=_last_written, default=wanted)
+
+
+def _last_written(folder: Path) -> float:
+    run = RunDirectory(folder)
+    return max(path.stat().st_mtime for path in (run.config, run.events, run.metrics()) if path.exists())
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a live process holds ``folder``."""
+    try:
+        with (folder / LOCK).open("r", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False

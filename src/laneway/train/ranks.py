@@ -1,0 +1,130 @@
+"""The processes of a run: who we are, which device is ours, and how all ranks come to the same decision."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from laneway.core import InputError, LanewayError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes the run's shared files and speaks to the user."""
+        return self.rank == 0
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on rank 0 alone; every rank returns its result or raises its LanewayError."""
+        outcome: list[T | LanewayError | None] = [None]
+        if self.first:
+            outcome = [_attempt(action)]
+        if self.world_size > 1:
+            dist.broadcast_object_list(outcome, src=0, device=self.device)
+        return _result(outcome[0])
+
+    def one_by_one_machine(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on the first rank of each machine, then on the others: they find what the first one left on disk.
+
+        Where it failed on any rank, every rank raises that LanewayError.
+        """
+        outcome = _attempt(action) if self.local_rank == 0 else None
+        self._raise_any(outcome)
+        if self.local_rank != 0:
+            outcome = _attempt(action)
+        self._raise_any(outcome)
+        return _result(outcome)
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank; where it failed on any rank, every rank raises that LanewayError."""
+        outcome = _attempt(action)
+        self._raise_any(outcome)
+        return _result(outcome)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place; the same bits on every rank."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def _raise_any(self, outcome: object) -> None:
+        if self.world_size == 1:
+            return _result(outcome) if isinstance(outcome, LanewayError) else None
+        outcomes: list[object] = [None] * self.world_size
+        dist.all_gather_object(outcomes, outcome if isinstance(outcome, LanewayError) else None)
+        for error in outcomes:
+            if isinstance(error, LanewayError):
+                raise error
+        return None
+
+
+def _attempt(action: Callable[[], T]) -> T | LanewayError:
+    try:
+        return action()
+    except LanewayError as error:
+        return error
+
+
+def _result(outcome: T | LanewayError) -> T:
+    if isinstance(outcome, LanewayError):
+        raise outcome
+    return outcome
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device named in the configuration; ``auto`` is the accelerator that torch finds, else the CPU.
+
+    Raises:
+        InputError: the device is of no known type or is not on this machine.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    here = ["auto", "cpu"] + ([accelerator.type] if accelerator else [])
+    if name not in here:
+        raise InputError("device", name, "one of " + ", ".join(here) + " on this machine")
+    if name == "cpu" or accelerator is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise LanewayError(f"rank {local_rank} of this machine has no device: it has {count}; start fewer processes or use --device cpu")
+    return torch.device(accelerator.type, local_rank)
+
+
+@contextmanager
+def ranks_of_run(device: str = "auto") -> Iterator[Ranks]:
+    """Join the processes that torchrun started (one process where none did); leaves the group at the end.
+
+    A process group that exists already is used and left as it is.
+    """
+    rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in _TORCHRUN)
+    chosen = pick_device(device, local_rank)
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen.index)
+    ours = world_size > 1 and not dist.is_initialized()
+    if ours:
+        own = dist.get_default_backend_for_device(chosen)
+        backend = "gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:{own}"
+        dist.init_process_group(backend, device_id=None if chosen.type == "cpu" else chosen)
+    try:
+        yield Ranks(rank, local_rank, world_size, chosen)
+    finally:
+        if ours and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_TORCHRUN = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))

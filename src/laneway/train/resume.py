@@ -1,0 +1,69 @@
+"""Going on exactly: what a checkpoint of a run holds, and the refusal to go on with another run's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from laneway.checkpoint import CheckpointStore, capture, capture_rng, restore, restore_rng
+from laneway.core import Extension, InputError, LanewayError
+from laneway.rundir import RunDirectory
+from laneway.train.config import CADENCE, LAYOUT, TrainConfig
+from laneway.train.settings import differences, merge
+from laneway.train.workbench import Workbench
+
+
+def saved_config(run: RunDirectory) -> TrainConfig:
+    """The configuration in a run directory; raises InputError where it has fields that this version does not know."""
+    config, problems = merge(TrainConfig(), run.read_config())
+    for problem in problems:
+        raise problem
+    return config
+
+
+def check_same_run(run: RunDirectory, config: TrainConfig) -> list[str]:
+    """Raise InputError where ``config`` differs from the run's in what decides its curve.
+
+    Returns the names of those fields that change its layout: with them it goes on equal to rounding, not bit for bit.
+    """
+    changed = differences(saved_config(run), config)
+    decisive = {name: pair for name, pair in changed.items() if name not in CADENCE | LAYOUT}
+    if decisive:
+        listed = ", ".join(f"{name} {_show(old)} → {_show(new)}" for name, (old, new) in decisive.items())
+        hint = f"here it is another one: {listed}; leave these fields as they are, or start a new run with another --out"
+        raise InputError("resume", str(run.path), "the configuration the run was started with", hint)
+    return [name for name in changed if name in LAYOUT]
+
+
+def save_state(store: CheckpointStore, step: int, bench: Workbench, extensions: Sequence[Extension]) -> None:
+    """Save all that the next step depends on; every rank calls it."""
+    extras = {
+        "loader": bench.loader.state_dict(),
+        "corpus": bench.corpus.fingerprint,
+        "extensions": [extension.state_dict() for extension in extensions],
+    }
+    store.save(step, capture(bench.parallel.model, bench.optimizer, extras, per_rank={"rng": capture_rng()}))
+
+
+def load_state(store: CheckpointStore, step: int, bench: Workbench, extensions: Sequence[Extension]) -> None:
+    """Undo of ``save_state``, also with another number of ranks than it was saved with.
+
+    Raises:
+        LanewayError: the text or the extensions are not those of the run, or the checkpoint does not fit the model.
+    """
+    restored = restore(store, step, bench.parallel.model, bench.optimizer)
+    extras: dict[str, Any] = restored.extras
+    if extras["corpus"] != bench.corpus.fingerprint:
+        raise LanewayError("resume: the text has changed since the run began, so its next batches would be others; start a new run")
+    states = extras["extensions"]
+    if len(states) != len(extensions):
+        raise LanewayError(f"resume: the run had {len(states)} extensions, now there are {len(extensions)}; give it the same ones")
+    bench.loader.load_state_dict(extras["loader"])
+    for extension, state in zip(extensions, states, strict=True):
+        extension.load_state_dict(state)
+    if restored.per_rank is not None:  # a rank that was not there when it was saved keeps its fresh generators
+        restore_rng(restored.per_rank["rng"])
+
+
+def _show(value: Any) -> str:
+    return "none" if value is None else str(value)

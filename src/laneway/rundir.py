@@ -71,17 +71,27 @@ class RunDirectory:
         return self.path / "metrics" / f"rank{rank}.jsonl"
 
     def read_config(self) -> dict[str, Any]:
-        """The run's configuration as nested dictionaries."""
-        with self.config.open("rb") as file:
-            return tomllib.load(file)
+        """The run's configuration as nested dictionaries; raises LanewayError where the file is no TOML."""
+        try:
+            return tomllib.loads(self.config.read_text("utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise LanewayError(f"{self.config}: not TOML ({error})") from error
 
     def read_env(self) -> dict[str, Any]:
-        """Machine, versions and command of the run; empty where none was written."""
-        return json.loads(self.env.read_text("utf-8")) if self.env.is_file() else {}
+        """Machine, versions and command of the run; empty where none was written. Raises LanewayError where it is no JSON."""
+        try:
+            return json.loads(self.env.read_text("utf-8")) if self.env.is_file() else {}
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise LanewayError(f"{self.env}: not JSON ({error})") from error
 
     def read_metrics(self, rank: int = 0) -> list[dict[str, Any]]:
         """Rows of one rank, by step; where a resume wrote a step again, the later row counts."""
-        by_step = {row["step"]: row for row in read_rows(self.metrics(rank))}
+        path = self.metrics(rank)
+        by_step: dict[Any, dict[str, Any]] = {}
+        for row in read_rows(path):
+            if not math.isfinite(number(row.get("step"))):
+                raise LanewayError(f"{path}: a row without a step: {json.dumps(row)[:80]}")
+            by_step[row["step"]] = row
         return [by_step[step] for step in sorted(by_step)]
 
     def read_events(self) -> list[dict[str, Any]]:
@@ -95,15 +105,18 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         return
     # Not splitlines(): it also cuts at U+2028 and U+0085, which JSON leaves as they are inside strings.
     lines = path.read_text("utf-8", errors="replace").removesuffix("\n").split("\n")
-    for number, line in enumerate(lines, start=1):
+    for index, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            yield json.loads(line)
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise json.JSONDecodeError("no object", line, 0)
+            yield row
         except json.JSONDecodeError as error:
-            if number == len(lines):
+            if index == len(lines):
                 return
-            raise LanewayError(f"{path}, line {number}: not a JSON row ({error})") from error
+            raise LanewayError(f"{path}, line {index}: not a JSON row ({error})") from error
 
 
 def number(value: Any) -> float:

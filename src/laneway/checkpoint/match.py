@@ -53,6 +53,8 @@ class Loader:
             return self._match_tensor(target, node, path)
         if isinstance(target, PerRank):
             return self._match_per_rank(target, node, path)
+        if path == "optimizer/param_groups" and _grouping(target) != _grouping(node):
+            self.problems.append("the optimizer's parameter groups hold other parameters in the checkpoint")
         if not has_tensor(target):
             return self._decode(node)
         if isinstance(target, dict):
@@ -135,6 +137,13 @@ class Loader:
         if "$per_rank" in node:
             return PerRank(self._decode(self._own[node["$per_rank"]]) if self._has_own(node["$per_rank"]) else None)
         return {key: self._decode(item) for key, item in (entries(node) or {}).items()}
+
+
+def _grouping(groups: Any) -> set[frozenset[str]] | None:
+    """Which parameters share a group, whatever the order; None for what is no list of groups by name."""
+    if not isinstance(groups, list) or not all(isinstance(group, dict) and "params" in group for group in groups):
+        return None
+    return {frozenset(map(str, group["params"])) for group in groups}
 
 
 def _shape(shape: Any, dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ With several ranks every method here is collective: every rank calls it. All ran
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -65,10 +66,8 @@ class CheckpointStore:
         try:
             self._write(step, state, what, target)
         finally:
-            # After a success there is nothing left under these names; what cannot be removed now, the next save removes.
-            if rank_and_size()[0] == 0:
-                shutil.rmtree(atomic.temporary(target), ignore_errors=True)
-                _marker_draft(self.run).unlink(missing_ok=True)
+            if rank_and_size()[0] == 0:  # after a success there is nothing left under these names
+                self._drop_unfinished(target)
         return target
 
     def latest_step(self) -> int | None:
@@ -153,6 +152,12 @@ class CheckpointStore:
         for step in self.steps():
             atomic.settle(self.folder(step))
         atomic.temporary(target).mkdir()
+
+    def _drop_unfinished(self, target: Path) -> None:
+        """Remove what a failed save wrote; what cannot be removed now, the next save removes."""
+        shutil.rmtree(atomic.temporary(target), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _marker_draft(self.run).unlink(missing_ok=True)
 
     def _complete(self, step: int, world_size: int, files: dict[str, Any], plain: dict[str, Any]) -> None:
         """Rank 0, when all tensors are written: plain data, manifest, final name, ``latest``."""

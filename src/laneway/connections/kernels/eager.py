@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 1 << 20  # of one fp32 chunk of x: half of a typical L2 cache, so that x and one more tensor stay in it
+CHUNK_BYTES = 2 << 20  # of one fp32 chunk of x, for each thread: about the L2 cache of one core (measured: 1 … 4 MiB are alike)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,8 +25,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _chunks(tokens: int, width: int, device: torch.device) -> range:
-    step = max(1, CHUNK_BYTES // (4 * max(width, 1))) if device.type == "cpu" else max(tokens, 1)
-    return range(0, tokens, min(max(tokens, 1), step))
+    step = max(tokens, 1)
+    if device.type == "cpu":
+        step = max(1, min(step, CHUNK_BYTES * torch.get_num_threads() // (4 * max(width, 1))))
+    return range(0, tokens, step)
 
 
 class _Scratch:

@@ -48,6 +48,8 @@ class Quantity:
     least_span: float = 0.0
     reference: float | None = None
     smooth: bool = False
+    short: str = ""
+    """Title where the quantity is drawn over depth."""
 
 
 OPTIMISATION = (
@@ -60,12 +62,14 @@ SPEED = (
     Quantity("peak_bytes", "Peak memory", low=0.0, log=False),
 )
 GAIN = {"low": 1.0, "least_span": 0.1, "reference": 1.0}
+FORWARD = "largest amplification of the streams over all sites; dotted: 1"
+BACKWARD = "the same for their gradients, head to embedding"
 STREAMS = (
+    Quantity("gain_forward", "Composite gain, forward", "", FORWARD, short="Forward gain", **GAIN),
+    Quantity("gain_backward", "Composite gain, backward", "", BACKWARD, short="Backward gain", **GAIN),
     Quantity(
-        "gain_forward", "Composite gain, forward", "", "largest amplification of the streams over all sites; dotted: 1", **GAIN
+        "collapse", "Stream collapse", "mean cosine", "1: all streams say the same", high=1.0, least_span=0.02, short="Collapse"
     ),
-    Quantity("gain_backward", "Composite gain, backward", "", "the same for their gradients, head to embedding", **GAIN),
-    Quantity("collapse", "Stream collapse", "mean cosine", "1: all streams say the same", high=1.0, least_span=0.02),
     Quantity(
         "sinkhorn_error", "Sinkhorn error", "max |log column sum|", "0: H_res is doubly stochastic", low=0.0, least_span=1e-6
     ),
@@ -156,7 +160,7 @@ def depth_figures(runs: list[Run]) -> Iterator[Figure]:
                 last = int(np.flatnonzero(np.isfinite(heat.values).any(1))[-1])
                 curve = Curve(np.arange(heat.values.shape[1], dtype=float), heat.values[last])
                 lines.append(Line(curve, f"{run.name}, step {heat.steps[last]:.0f}", *run_style(index)))
-        over_depth = replace(quantity, title=f"{quantity.title}, over depth", note="at the last probe")
+        over_depth = replace(quantity, title=f"{quantity.short} by site", note="at the last probe")
         yield from _figure(over_depth, lines, f"depth-{quantity.key}", x_title="site", whole_x=True)
 
 
@@ -168,7 +172,7 @@ def heat_figures(runs: list[Run]) -> Iterator[Figure]:
             continue
         color = colour_scale([heat for _, heat in found], quantity.log, quantity.low, quantity.high, quantity.least_span)
         for number, (run, heat) in enumerate(found):
-            title, name = f"{quantity.title}, depth × time", run.name if len(runs) > 1 else ""
+            title, name = f"{quantity.short}, depth × time", run.name if len(runs) > 1 else ""
             drawing = heatmap.draw(HeatChart(f"{title}: {name}" if name else title, heat, color), f"heat-{quantity.key}-{number}")
             yield Figure(title, quantity.unit, [drawing], ": ".join(filter(None, [name, _missing(heat)])))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from laneway.core import InputError, LanewayError
+from laneway.core import InputError
 from laneway.report.heatmap import Heat
 from laneway.report.series import Curve
 from laneway.rundir import RunDirectory, column, number, site_columns
@@ -90,7 +89,7 @@ class Final:
             val_bits_per_byte=_first_finite(finish.get("val_bits_per_byte"), run.curve("val_bits_per_byte").last()),
             tokens_per_s=float(np.nanmedian(rate)) if np.isfinite(rate).any() else math.nan,
             seconds=_first_finite(finish.get("seconds"), _span(run.curve("time").y)),
-            parameters=_first_finite(*(find(run.env, name) for name in ("parameters", "parameter_count", "params"))),
+            parameters=_first_finite(*(event.get("parameters") for event in reversed(run.events)), run.env.get("parameters")),
             peak_bytes=float(np.nanmax(peak)) if np.isfinite(peak).any() else math.nan,
         )
 
@@ -106,13 +105,6 @@ def _first_finite(*values: Any) -> float:
 def _span(times: np.ndarray) -> float:
     finite = times[np.isfinite(times)]
     return float(finite[-1] - finite[0]) if len(finite) > 1 else math.nan
-
-
-def find(tree: dict[str, Any], name: str) -> Any:
-    """The value of the first key ``name`` in nested dictionaries, None where there is none."""
-    if name in tree:
-        return tree[name]
-    return next((v for v in (find(t, name) for t in tree.values() if isinstance(t, dict)) if v is not None), None)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -150,16 +142,11 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def _load(directory: RunDirectory, name: str) -> Run:
-    try:
-        return Run(
-            path=directory.path,
-            name=name,
-            config=directory.read_config(),
-            env=directory.read_env(),
-            rows=directory.read_metrics(),
-            events=directory.read_events(),
-        )
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LanewayError(f"{directory.path}: config.toml or env.json can't be read ({error})") from error
-    except (KeyError, TypeError) as error:
-        raise LanewayError(f"{directory.path}: a metrics row has no step ({error!r})") from error
+    return Run(
+        path=directory.path,
+        name=name,
+        config=directory.read_config(),
+        env=directory.read_env(),
+        rows=directory.read_metrics(),
+        events=directory.read_events(),
+    )

@@ -1,0 +1,13 @@
+"""Looks at a run, or at this machine, and says what to change: finding, evidence, knob.
+
+facts.py    a run as the rules see it         rules.py      the rules and the engine
+rules_training.py, rules_streams.py, rules_resources.py     what each rule looks for, and its threshold
+machine.py  what this machine is              bandwidth.py  what its memory tiers do, measured
+advice.py   findings about the machine        show.py       for a terminal or a pipe
+"""
+
+from laneway.doctor.facts import RunFacts
+from laneway.doctor.finding import Finding, Knob
+from laneway.doctor.rules import RULES, Rule, examine_run
+
+__all__ = ["RULES", "Finding", "Knob", "Rule", "RunFacts", "examine_run"]

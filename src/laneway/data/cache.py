@@ -77,7 +77,7 @@ def _acquire(path: Path) -> int | None:
 def new_folder(final: Path) -> Generator[Path]:
     """A temporary folder beside ``final`` that becomes ``final`` when the block ends well, and vanishes when it doesn't.
 
-    An older ``final`` is replaced. Any OSError, a full disk above all, comes as a LanewayError.
+    Where there is a ``final`` already, made by another process meanwhile, that one stays. Any OSError, a full disk above all, comes as a LanewayError.
     """
     temporary = final.with_name(f".building-{final.name}-{secrets.token_hex(4)}")
     try:
@@ -91,9 +91,17 @@ def new_folder(final: Path) -> Generator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def discard(final: Path) -> None:
+    """Remove the folder ``final``, which is gone as a whole before its files are."""
+    aside = final.with_name(f".discarded-{final.name}-{secrets.token_hex(4)}")
+    with contextlib.suppress(FileNotFoundError):  # another process discarded it first
+        os.rename(final, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def remove_leftovers(final: Path) -> None:
     """Remove what killed builds of ``final`` left behind. Only for the holder of its lock."""
-    for kind in ("building", "replaced"):
+    for kind in ("building", "discarded"):
         for folder in final.parent.glob(f".{kind}-{final.name}-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -110,18 +118,13 @@ def _failure(path: Path, error: OSError) -> LanewayError:
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    """Rename ``temporary`` to ``final``; what was there is moved aside first and removed after."""
-    while True:
-        try:
-            os.rename(temporary, final)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.EACCES) or not final.is_dir():
-                raise
-        aside = final.with_name(f".replaced-{final.name}-{secrets.token_hex(4)}")
-        with contextlib.suppress(FileNotFoundError):  # another process may have moved it in between
-            os.rename(final, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+    """Rename ``temporary`` to ``final``, durably; where another process was first, its folder stays."""
+    try:
+        os.rename(temporary, final)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.EACCES) and final.is_dir():
+            return
+        raise
     if os.name == "posix":
         handle = os.open(final.parent, os.O_RDONLY)
         try:

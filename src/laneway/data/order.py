@@ -13,7 +13,7 @@ import hashlib
 import numpy as np
 
 ROUNDS = 8
-_MIN_HALF_BITS = 3  # a smaller domain would leave too few different shuffles of a handful of items
+_MIN_HALF_BITS = 2  # a smaller domain would leave too few different shuffles of a handful of items
 
 
 class Permutation:

@@ -139,7 +139,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write ``manifest.json`` with its own checksum, and make it durable."""
     content = {"format": FORMAT, "version": VERSION, **content}
     with (folder / MANIFEST).open("x", encoding="utf-8") as file:
-        json.dump({**content, "blake2b": _digest(content)}, file, indent=1, ensure_ascii=False)
+        json.dump({**content, "blake2b": _digest(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 

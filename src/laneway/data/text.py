@@ -16,7 +16,7 @@ from pathlib import Path
 from laneway.core import InputError, choice
 from laneway.data import shards
 from laneway.data.build import SPLIT_RULE, build
-from laneway.data.cache import cache_folder, locked, new_folder, remove_leftovers
+from laneway.data.cache import cache_folder, discard, locked, new_folder, remove_leftovers
 from laneway.data.progress import say
 from laneway.data.shards import SPLITS, CorruptShardError, TokenFile
 from laneway.data.sources import Sources, find_sources
@@ -103,7 +103,7 @@ def prepare(config: TextDataConfig) -> Corpus:
     corpus = _open_or_none(folder, config, tokenizer)
     if corpus is None:
         with locked(cache / f".lock-{folder.name}") as alone:
-            corpus = _open_or_none(folder, config, tokenizer, speak=True)  # another process may have been first
+            corpus = _open_or_none(folder, config, tokenizer, replace=True)  # another process may have been first
             if corpus is None:
                 if alone:
                     remove_leftovers(folder)
@@ -145,16 +145,17 @@ def documents(config: TextDataConfig) -> Iterator[str]:
             parts = []
 
 
-def _open_or_none(folder: Path, config: TextDataConfig, tokenizer: Tokenizer, speak: bool = False) -> Corpus | None:
-    """The corpus in ``folder``; None where there is none yet, or where a corrupt one may be replaced (which ``speak`` says)."""
+def _open_or_none(folder: Path, config: TextDataConfig, tokenizer: Tokenizer, replace: bool = False) -> Corpus | None:
+    """The corpus in ``folder``; None where there is none yet, or a corrupt one that may be (``replace``: is now) thrown away."""
     if not folder.is_dir():
         return None
     try:
         return _open(folder, config, tokenizer)
     except CorruptShardError as error:
         if config.rebuild or config.cache is None:
-            if speak:
+            if replace:
                 say(f"{error}; building it anew")
+                discard(folder)
             return None
         raise CorruptShardError(f"{error}; set data.rebuild to build it anew, or remove {folder}") from error
 

@@ -1,14 +1,16 @@
 """Sinkhorn-Knopp over many small matrices, structure of arrays: [in, out, tokens], so that every operation is a long vector.
 
-One full iteration is done on the logits themselves (two log-sum-exps), which leaves a matrix K whose every row and every
+One full iteration is done on the logits themselves (two softmaxes), which leaves a matrix K whose every row and every
 column has an entry ≥ 1/n², whatever the logits were. From there on only scaling vectors change, M = diag(a) K diag(b):
 
     a ← 1 / (K b + ε/a)      outputs of each input sum to one    (T_c: columns of H_res)
     b ← 1 / (Kᵀ a + ε/b)     inputs of each output sum to one    (T_r: rows of H_res, always last)
 
-so an iteration costs two products with K and no exponential. A scaling step changes a or b by at most a factor n, which
-keeps them inside fp32. The backward pass runs the same steps again, keeps their a and b, and walks them in reverse: the
-exact derivative of the iteration that was run, converged or not, with nothing kept between forward and backward.
+so an iteration costs two products with K and no exponential. One step changes a scaling by at most a factor n; after
+``SEGMENT`` iterations the scalings go into log K and start from one again. That keeps n^(2·SEGMENT), the most they can
+reach, inside fp32, and revives entries of K that were too small for fp32 before the scalings had grown. The backward pass
+runs the same steps again, keeps their a and b, and walks them in reverse: the exact derivative of the iteration that was
+run, converged or not, with nothing kept between forward and backward.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 16384  # tokens at a time: bounds the backward's history to 2·n·iterations·CHUNK numbers
+SEGMENT = 10  # iterations between two restarts of the scalings: 64²⁰ < 3e38 still fits
 
 
 def forward(logits: Tensor, n: int, iterations: int, eps: float) -> Tensor:
@@ -24,9 +27,8 @@ def forward(logits: Tensor, n: int, iterations: int, eps: float) -> Tensor:
     h_res = torch.empty(logits.shape[0], n, n, dtype=logits.dtype, device=logits.device)
     for start in range(0, logits.shape[0], CHUNK):
         part = logits[start : start + CHUNK]
-        k, _ = _first_iteration(_to_arrays(part, n), eps)
-        a, b = _scalings(k, iterations, eps)
-        m = k.mul_(a[-1].unsqueeze(1)).mul_(b[-1])
+        log_k, _ = _first_iteration(_to_arrays(part, n), eps)
+        m = log_k.exp() if iterations == 1 else _scale(*_run(log_k, iterations, eps)[-1])
         h_res[start : start + CHUNK] = m.permute(2, 1, 0)
     return h_res
 
@@ -46,21 +48,37 @@ def _to_arrays(logits: Tensor, n: int) -> Tensor:
 
 
 def _first_iteration(logits: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(K, P): P the softmax over outputs (+ ε), K that with inputs normalised too."""
+    """(log K, P): P the softmax over outputs (+ ε), K that with inputs normalised too."""
     if eps == 0.0:
         log_p = torch.log_softmax(logits, 1)
-        return torch.softmax(log_p, 0), log_p.exp_()
+        return torch.log_softmax(log_p, 0), log_p.exp_()
     p = torch.softmax(logits, 1).add_(eps)
-    return p / (p.sum(0) + eps), p
+    return p.log().sub_((p.sum(0) + eps).log_()), p
 
 
-def _scalings(k: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor]:
-    """The scaling vectors a and b of iterations 1 … T, each [T, n, N]; those of iteration 1 are ones."""
+def _run(log_k: Tensor, iterations: int, eps: float) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The iterations after the first as segments (K, a, b): a and b after each step."""
+    segments = []
+    for done in range(1, iterations, SEGMENT):
+        k = log_k.exp()
+        a, b = _scalings(k, min(SEGMENT, iterations - done), eps)
+        segments.append((k, a, b))
+        log_k = log_k + a[-1].log().unsqueeze(1) + b[-1].log()
+    return segments
+
+
+def _scale(k: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """diag(a) K diag(b) with the last a and b."""
+    return k * a[-1].unsqueeze(1) * b[-1]
+
+
+def _scalings(k: Tensor, steps: int, eps: float) -> tuple[Tensor, Tensor]:
+    """The scaling vectors a and b after 0 … ``steps`` iterations, each [steps + 1, n, N]; they start from ones."""
     n, _, tokens = k.shape
-    a, b = k.new_empty(iterations, n, tokens), k.new_empty(iterations, n, tokens)
+    a, b = k.new_empty(steps + 1, n, tokens), k.new_empty(steps + 1, n, tokens)
     a[0] = b[0] = 1.0
     work = torch.empty_like(k)
-    for t in range(1, iterations):
+    for t in range(1, steps + 1):
         _divide(torch.sum(torch.mul(k, b[t - 1], out=work), 1, out=a[t]), a[t - 1], eps)
         _divide(torch.sum(torch.mul(k, a[t].unsqueeze(1), out=work), 0, out=b[t]), b[t - 1], eps)
     return a, b
@@ -74,33 +92,40 @@ def _divide(sums: Tensor, previous: Tensor, eps: float) -> None:
 
 
 def _backward_chunk(g: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Reverse of the steps above. ga, gb, gk: gradients of a, b and K."""
-    k, p = _first_iteration(logits, eps)
-    a, b = _scalings(k, iterations, eps)
-    work = g * k
-    ga = torch.mul(work, b[-1]).sum(1)
-    gb = torch.mul(work, a[-1].unsqueeze(1)).sum(0)
-    gk = g * a[-1].unsqueeze(1) * b[-1]
-    for t in range(iterations - 1, 0, -1):
+    """Gradient of M → gradient of the logits, segment by segment from the last. From here on gradients are those of logs."""
+    log_k, p = _first_iteration(logits, eps)
+    segments = _run(log_k, iterations, eps)
+    g = g * (_scale(*segments[-1]) if segments else log_k.exp())
+    for k, a, b in reversed(segments):
+        g = _backward_segment(g, k, a, b, eps)
+    return _backward_first(g, segments[0][0] if segments else log_k.exp(), p, eps)
+
+
+def _backward_segment(g: Tensor, k: Tensor, a: Tensor, b: Tensor, eps: float) -> Tensor:
+    """Gradient of log(diag(a) K diag(b)) → gradient of log K. ga, gb, gk: gradients of a, b and K."""
+    ga, gb = g.sum(1) / a[-1], g.sum(0) / b[-1]
+    gk, work = torch.zeros_like(k), torch.empty_like(k)
+    for t in range(len(a) - 1, 0, -1):
         # b_t = 1 / (Kᵀ a_t + ε/b_{t-1})
-        s = -gb * b[t] * b[t]
+        s = torch.mul(gb, b[t]).mul_(b[t]).neg_()
         gk.addcmul_(a[t].unsqueeze(1), s)
-        ga += torch.mul(k, s, out=work).sum(1)
-        gb = s * (-eps) / (b[t - 1] * b[t - 1]) if eps != 0.0 else None
+        ga += torch.sum(torch.mul(k, s, out=work), 1)
+        carried = s * (-eps) / (b[t - 1] * b[t - 1]) if eps != 0.0 else None
         # a_t = 1 / (K b_{t-1} + ε/a_{t-1})
-        s = -ga * a[t] * a[t]
+        s = torch.mul(ga, a[t]).mul_(a[t]).neg_()
         gk.addcmul_(s.unsqueeze(1), b[t - 1])
-        from_a = torch.mul(k, s.unsqueeze(1), out=work).sum(0)
-        gb = from_a if gb is None else gb.add_(from_a)
+        gb = torch.sum(torch.mul(k, s.unsqueeze(1), out=work), 0)
+        gb = gb if carried is None else gb.add_(carried)
         ga = s * (-eps) / (a[t - 1] * a[t - 1]) if eps != 0.0 else torch.zeros_like(ga)
-    return _backward_first(gk, k, p, eps)
+    return gk.mul_(k).add_(g)
 
 
-def _backward_first(gk: Tensor, k: Tensor, p: Tensor, eps: float) -> Tensor:
-    """Through the first iteration: K from P from the logits."""
-    if eps == 0.0:  # two softmaxes, on log P and on the logits
-        g_log_p = gk.mul_(k).sub_(k * gk.sum(0))
-        return g_log_p.sub_(p * g_log_p.sum(1, keepdim=True))
-    gp = (gk - (gk * k).sum(0)) / (p.sum(0) + eps)
-    q = p - eps
-    return q * (gp - (gp * q).sum(1, keepdim=True))
+def _backward_first(g: Tensor, k: Tensor, p: Tensor, eps: float) -> Tensor:
+    """Through the first iteration: gradient of log K → of log P → of the logits."""
+    if eps == 0.0:
+        g = g - k * g.sum(0)
+        return g.sub_(p * g.sum(1, keepdim=True))
+    g = g - p / (p.sum(0) + eps) * g.sum(0)
+    share = (p - eps) / p  # d log(q + ε) / d log q
+    g = g * share
+    return g - (p - eps) * g.sum(1, keepdim=True)

@@ -174,6 +174,7 @@ def test_the_same_text_elsewhere_gives_the_same_shards(texts: Path, tmp_path: Pa
     one = prepare(TextDataConfig(path=str(texts), cache=str(tmp_path / "one")))
     two = prepare(TextDataConfig(path=str(tmp_path / "copy"), cache=str(tmp_path / "two")))
     assert one.fingerprint == two.fingerprint
+    assert one.folder.name != two.folder.name, "names, sizes and times may be equal by chance: the place counts too"
 
 
 def test_whatever_changes_the_shards_changes_the_key(texts: Path, cache: Path) -> None:

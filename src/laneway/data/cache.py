@@ -77,7 +77,8 @@ def _acquire(path: Path) -> int | None:
 def new_folder(final: Path) -> Generator[Path]:
     """A temporary folder beside ``final`` that becomes ``final`` when the block ends well, and vanishes when it doesn't.
 
-    Where there is a ``final`` already, made by another process meanwhile, that one stays. Any OSError, a full disk above all, comes as a LanewayError.
+    Where there is a ``final`` already, made by another process meanwhile, that one stays.
+    Any OSError, a full disk above all, comes as a LanewayError.
     """
     temporary = final.with_name(f".building-{final.name}-{secrets.token_hex(4)}")
     try:

@@ -54,3 +54,8 @@ def error(got: Tensor, want: Tensor) -> float:
     if not want.numel() or not (scale := want.abs().max().item()):
         return got.double().abs().max().item() if got.numel() else 0.0
     return ((got.double() - want).abs().max() / scale).item()
+
+
+def rms_error(got: Tensor, want: Tensor) -> float:
+    """Root mean square error relative to the root mean square of the true values."""
+    return ((got.double() - want).norm() / want.norm()).item()

@@ -113,7 +113,7 @@ class HyperConnection(WideParameters):
             raise InputError("x", list(x.shape), f"[..., streams = {self.streams}, dim = {self.dim}]")
         if self.disabled:
             return _plain(x)
-        self.require_wide()
+        self.require_wide(x)
         flat = x.reshape(math.prod(x.shape[:-2]), self.streams, self.dim).contiguous()
         with torch.autocast(x.device.type, enabled=False):
             h, carry, post, res = self._maps(flat)
@@ -139,12 +139,12 @@ class HyperConnection(WideParameters):
         if hc:  # z [N, in, (pre, post, res outputs)]
             z = z.unflatten(-1, (n, n + 2)).tanh()
             post = torch.addcmul(base[n : 2 * n], z[:, :, 1], scale[1])
-            return h, carry, post, self.res.matrix(torch.addcmul(base[2 * n :], z[:, :, 2:].flatten(1), scale[2]))
+            return h, carry, post, self.res(torch.addcmul(base[2 * n :], z[:, :, 2:].flatten(1), scale[2]))
         post = torch.addcmul(base[n : 2 * n], z[:, n : 2 * n], scale[1]).sigmoid() * 2
         logits = torch.addcmul(base[2 * n :], z[:, 2 * n :], scale[2])
         if self.cap is not None:
             logits = torch.tanh(logits / self.cap) * self.cap
-        return h, carry, post, self.res.matrix(logits)
+        return h, carry, post, self.res(logits)
 
 
 def _plain(x: Tensor) -> tuple[Tensor, Merge]:
@@ -227,7 +227,7 @@ class StreamReadout(WideParameters):
             raise InputError("x", list(x.shape), f"[..., streams = {self.streams}, dim = {self.dim}]")
         if not self.learned:
             return x.squeeze(-2) if self.streams == 1 else x.mean(-2) if self.kind == "mean" else x.sum(-2)
-        self.require_wide()
+        self.require_wide(x)
         flat = x.reshape(math.prod(x.shape[:-2]), self.streams, self.dim).contiguous()
         with torch.autocast(x.device.type, enabled=False):
             h, *_ = ops.pre_mix(flat, self.fn, self.base, self.scale[0], 1, "sigmoid", self.norm_eps, self.eps)

@@ -7,19 +7,18 @@
     identity     the streams never mix: no logits
     none         HC (arXiv 2409.19606): the logits are the matrix, nothing is constrained
 
-``matrix`` maps logits [N, m] to H_res [N, out, in]; ``start`` is the bias at which H_res is (close to) the identity.
+A manifold is a module without parameters: called with logits [N, m] it gives H_res [N, out, in]. ``start`` is the bias at
+which H_res is (close to) the identity.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laneway.connections import ops
 from laneway.core import InputError, choice
@@ -28,49 +27,124 @@ LARGEST_MIXTURE = 6  # streams (or a prime factor of them) whose n! permutations
 START = 8.0  # logit of the identity at the start: e⁻⁸ of every stream leaks to each other one
 
 
-@dataclass(frozen=True)
-class Manifold:
-    """One choice of H_res."""
+class Manifold(nn.Module):
+    """One choice of H_res for n streams.
 
-    name: str
-    streams: int
-    logits: int
-    """How many logits one matrix takes."""
-    start: Tensor
-    """Bias [logits] of the start, fp32."""
-    matrix: Callable[[Tensor], Tensor]
-    """Logits [N, logits] → H_res [N, out, in]."""
+    Args:
+        streams: n.
+        start: bias [logits] of the start, fp32.
+    """
+
+    def __init__(self, streams: int, start: Tensor) -> None:
+        super().__init__()
+        self.streams, self.logits, self.start = streams, len(start), start
+
+    def extra_repr(self) -> str:
+        return f"streams={self.streams}, logits={self.logits}"
+
+
+class Sinkhorn(Manifold):
+    """Doubly stochastic by Sinkhorn-Knopp: laneway.connections.reference.sinkhorn."""
+
+    def __init__(self, streams: int, iterations: int = 20, eps: float = 0.0) -> None:
+        super().__init__(streams, START * torch.eye(streams).flatten())
+        self.iterations, self.eps = iterations, eps
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[N, n²] laid out [in, out] → [N, out, in]."""
+        return ops.sinkhorn(h, self.streams, self.iterations, self.eps)
+
+
+class Mixture(Manifold):
+    """Σ_p softmax(h)_p P_p over all n! permutations P_p, the identity first, then in lexicographic order."""
+
+    def __init__(self, streams: int) -> None:
+        if streams > LARGEST_MIXTURE:
+            accepted = f"at most {LARGEST_MIXTURE} (or prime factors of at most {LARGEST_MIXTURE} for kronecker)"
+            raise InputError("streams", streams, accepted, f"a mixture of {streams}! permutations is too large: use sinkhorn")
+        start = torch.zeros(math.factorial(streams))
+        start[0] = START
+        super().__init__(streams, start)
+        orders = torch.tensor(list(itertools.permutations(range(streams))))
+        self.permutations: Tensor
+        self.register_buffer("permutations", torch.eye(streams)[orders].flatten(1), persistent=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[N, n!] → [N, n, n], exactly doubly stochastic."""
+        return (h.softmax(-1) @ self.permutations.to(h)).unflatten(-1, (self.streams, self.streams))
+
+
+class Kronecker(Manifold):
+    """U₁ ⊗ U₂ ⊗ …, one mixture per prime factor of n."""
+
+    def __init__(self, streams: int) -> None:
+        parts = [Mixture(factor) for factor in factors(streams)]
+        super().__init__(streams, torch.cat([part.start for part in parts]))
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[N, Σ p!] → [N, n, n], exactly doubly stochastic."""
+        pieces = h.split([len(part.start) for part in self.parts], dim=-1)
+        return reduce(_kron, (part(piece) for part, piece in zip(self.parts, pieces, strict=True)))
+
+
+class Cayley(Manifold):
+    """Q = (I + A)⁻¹ (I − A) with A skew: orthogonal for every A, the identity at A = 0."""
+
+    def __init__(self, streams: int) -> None:
+        super().__init__(streams, torch.zeros(streams * (streams - 1) // 2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[N, n(n−1)/2] → [N, n, n]."""
+        n = self.streams
+        rows, columns = torch.triu_indices(n, n, 1, device=h.device)
+        tokens = torch.arange(h.shape[0], device=h.device)[:, None]
+        a = h.new_zeros(h.shape[0], n, n).index_put((tokens, rows, columns), h)
+        a = a - a.transpose(-1, -2)
+        eye = torch.eye(n, dtype=h.dtype, device=h.device)
+        return torch.linalg.solve(eye + a, eye - a)
+
+
+class Identity(Manifold):
+    """H_res = I."""
+
+    def __init__(self, streams: int) -> None:
+        super().__init__(streams, torch.zeros(0))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[N, 0] → [N, n, n]."""
+        return torch.eye(self.streams, dtype=h.dtype, device=h.device).repeat(h.shape[0], 1, 1)
+
+
+class Unconstrained(Manifold):
+    """HC: the logits are the matrix."""
+
+    def __init__(self, streams: int) -> None:
+        super().__init__(streams, torch.eye(streams).flatten())
+
+    def forward(self, h: Tensor) -> Tensor:
+        """[N, n²] laid out [in, out] → [N, out, in]."""
+        return h.unflatten(-1, (self.streams, self.streams)).transpose(-1, -2)
+
+
+MANIFOLDS = {
+    "sinkhorn": Sinkhorn,
+    "birkhoff": Mixture,
+    "kronecker": Kronecker,
+    "orthogonal": Cayley,
+    "identity": Identity,
+    "none": Unconstrained,
+}
 
 
 def build(name: str, streams: int, *, iterations: int = 20, eps: float = 0.0) -> Manifold:
-    """The manifold ``name`` for ``streams`` streams.
-
-    Args:
-        name: one of sinkhorn, birkhoff, kronecker, orthogonal, identity, none.
-        streams: n ≥ 1.
-        iterations: Sinkhorn iterations, ≥ 1; of use to ``sinkhorn`` alone.
-        eps: DeepSeek-V4's eps inside Sinkhorn; of use to ``sinkhorn`` alone.
+    """The manifold ``name`` for ``streams`` streams; ``iterations`` and ``eps`` (DeepSeek-V4's) are of use to sinkhorn alone.
 
     Raises:
         InputError: an unknown name (the nearest is suggested), or more permutations than can be listed.
     """
     choice("manifold", name, MANIFOLDS)
-    n, identity = streams, torch.eye(streams)
-    if name == "sinkhorn":
-        return Manifold(name, n, n * n, START * identity.flatten(), lambda h: ops.sinkhorn(h, n, iterations, eps))
-    if name == "birkhoff":
-        return Manifold(name, n, *_mixture(n))
-    if name == "kronecker":
-        return _kronecker(n)
-    if name == "orthogonal":
-        pairs = n * (n - 1) // 2
-        return Manifold(name, n, pairs, torch.zeros(pairs), lambda h: cayley(h, n))
-    if name == "identity":
-        return Manifold(name, n, 0, torch.zeros(0), lambda h: torch.eye(n, dtype=h.dtype, device=h.device).expand(len(h), n, n))
-    return Manifold(name, n, n * n, identity.flatten(), lambda h: h.unflatten(-1, (n, n)).transpose(-1, -2))
-
-
-MANIFOLDS = ("sinkhorn", "birkhoff", "kronecker", "orthogonal", "identity", "none")
+    return Sinkhorn(streams, iterations, eps) if name == "sinkhorn" else MANIFOLDS[name](streams)
 
 
 def factors(n: int) -> list[int]:
@@ -84,54 +158,7 @@ def factors(n: int) -> list[int]:
     return found or [1]
 
 
-@cache
-def permutations(n: int) -> Tensor:
-    """All n! permutation matrices [n!, n, n], the identity first, in lexicographic order."""
-    return torch.eye(n)[torch.tensor(list(itertools.permutations(range(n))))]
-
-
-def _mixture(n: int) -> tuple[int, Tensor, Callable[[Tensor], Tensor]]:
-    """Logits, start and map of a softmax mixture of all permutations of n streams."""
-    if n > LARGEST_MIXTURE:
-        accepted = f"at most {LARGEST_MIXTURE} (or prime factors of at most {LARGEST_MIXTURE} for kronecker)"
-        raise InputError("streams", n, accepted, f"a mixture of {n}! permutations is too large: use sinkhorn")
-    start = torch.zeros(math.factorial(n))
-    start[0] = START
-
-    def matrix(h: Tensor) -> Tensor:
-        weights = h.softmax(-1)
-        return (weights @ permutations(n).flatten(1).to(h)).unflatten(-1, (n, n))
-
-    return len(start), start, matrix
-
-
-def _kronecker(n: int) -> Manifold:
-    """U₁ ⊗ U₂ ⊗ …, one mixture per prime factor of n."""
-    parts = [_mixture(p) for p in factors(n)]
-
-    def matrix(h: Tensor) -> Tensor:
-        pieces = h.split([count for count, _, _ in parts], dim=-1)
-        return reduce(_kron, (part[2](piece) for part, piece in zip(parts, pieces, strict=True)))
-
-    start = torch.cat([part[1] for part in parts])
-    return Manifold("kronecker", n, len(start), start, matrix)
-
-
 def _kron(a: Tensor, b: Tensor) -> Tensor:
     """Kronecker product of each pair of matrices: [N, p, p], [N, q, q] → [N, pq, pq]."""
     p, q = a.shape[-1], b.shape[-1]
     return (a[:, :, None, :, None] * b[:, None, :, None, :]).reshape(-1, p * q, p * q)
-
-
-def cayley(h: Tensor, n: int) -> Tensor:
-    """Q = (I + A)⁻¹ (I − A) with A skew: orthogonal for every A, the identity at A = 0. h [N, n(n−1)/2] → [N, n, n]."""
-    rows, columns = torch.triu_indices(n, n, 1, device=h.device)
-    a = h.new_zeros(len(h), n, n).index_put((slice_all(h), rows, columns), h)
-    a = a - a.transpose(-1, -2)
-    eye = torch.eye(n, dtype=h.dtype, device=h.device)
-    return torch.linalg.solve(eye + a, eye - a)
-
-
-def slice_all(h: Tensor) -> Tensor:
-    """Token index [N, 1] that broadcasts against a list of matrix entries."""
-    return torch.arange(len(h), device=h.device)[:, None]

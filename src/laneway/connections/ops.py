@@ -39,6 +39,11 @@ def _exact(kernel: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
+def _fresh(t: Tensor) -> Tensor:
+    """What a kernel returns for a gradient of t: its shape and dtype, contiguous."""
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
 @torch.library.custom_op("laneway::pre_mix", mutates_args=())
 @_exact
 def pre_mix(
@@ -68,7 +73,7 @@ def pre_mix_backward(
 
 @pre_mix_backward.register_fake
 def _(gx, gh, gz, x, fn, base, scale, z, r, groups, kind, eps):
-    return torch.empty_like(fn), torch.empty_like(base), torch.empty_like(scale)
+    return _fresh(fn), _fresh(base), _fresh(scale)
 
 
 def _pre_setup(ctx, inputs, output) -> None:
@@ -138,7 +143,7 @@ def post_mix(x: Tensor, carry: Tensor, f: Tensor, post: Tensor, res: Tensor) -> 
 
 @post_mix.register_fake
 def _(x, carry, f, post, res):
-    return torch.empty_like(x)
+    return _fresh(x)
 
 
 @torch.library.custom_op("laneway::post_mix_backward", mutates_args=())
@@ -150,7 +155,7 @@ def post_mix_backward(gy: Tensor, x: Tensor, f: Tensor, post: Tensor, res: Tenso
 
 @post_mix_backward.register_fake
 def _(gy, x, f, post, res):
-    return torch.empty_like(x), torch.empty_like(f), torch.empty_like(post), torch.empty_like(res)
+    return _fresh(x), _fresh(f), _fresh(post), _fresh(res)
 
 
 def _post_setup(ctx, inputs, output) -> None:

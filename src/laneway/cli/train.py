@@ -107,7 +107,7 @@ def _command(start: TrainConfig) -> Callable[..., Request]:
         out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
         resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
         json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-        settings: tyro.conf.OmitArgPrefixes[TrainConfig] = start,
+        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = start,
     ) -> Request:
         """Train a language model on text. Flags win over the file, the file over the recipe.
 

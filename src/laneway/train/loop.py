@@ -82,8 +82,8 @@ def train(
         display = Display(config.steps, enabled=ranks.first and console is not None, to_stderr=console == "stderr")
         with _folder(ranks, Path(out), resume, spare) as run:
             layout = ranks.together(lambda: check_same_run(run, config) if resume else [])
-            training = _Training(config, run, ranks, build(config, ranks), list(extensions), display, stop, started)
-            return training.run(resume, layout)
+            # In one expression: no name here keeps the model alive when the processes part.
+            return _Training(config, run, ranks, build(config, ranks), list(extensions), display, stop, started).run(resume, layout)
 
 
 @contextmanager

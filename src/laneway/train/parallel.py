@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -96,8 +98,7 @@ def parallelise(model: GPT, config: TrainConfig, ranks: Ranks) -> Parallel:
     call: nn.Module = model
     if kind == "ddp":
         devices = None if ranks.device.type == "cpu" else [ranks.device.index]
-        # Buffers are tables that every rank computes alike: nothing to broadcast.
-        call = DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True)
+        call = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **_own_buffers())
     elif kind == "fsdp":
         _shard(model, config, ranks)
     return Parallel(model, call, kind, config.precision, ranks.device)
@@ -105,6 +106,8 @@ def parallelise(model: GPT, config: TrainConfig, ranks: Ranks) -> Parallel:
 
 def _shard(model: GPT, config: TrainConfig, ranks: Ranks) -> None:
     """FSDP2: connections first (their parameters stay fp32), then each block, then what is left at the root."""
+    # FSDP2 warns of in-place changes to a view that a module returned; ours are returned by ops and never changed in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     low = torch.bfloat16 if config.precision == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
@@ -112,6 +115,12 @@ def _shard(model: GPT, config: TrainConfig, ranks: Ranks) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _own_buffers() -> dict[str, bool]:
+    """DDP's option to leave buffers alone (ours are tables that every rank computes alike), by its name in this torch."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def _need_compiler(device: torch.device) -> None:

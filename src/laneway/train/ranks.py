@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,9 +124,24 @@ def ranks_of_run(device: str = "auto") -> Iterator[Ranks]:
         dist.init_process_group(backend, device_id=None if chosen.type == "cpu" else chosen)
     try:
         yield Ranks(rank, local_rank, world_size, chosen)
+    except BaseException as error:
+        if ours:
+            traceback.clear_frames(error.__traceback__)  # the frames an error came through hold the model too, see _leave
+        raise
     finally:
-        if ours and dist.is_initialized():
-            dist.destroy_process_group()
+        if ours:
+            _leave()
+
+
+def _leave() -> None:
+    """Leave the process group, after all that holds it.
+
+    If DDP's reducer were the last to let go of the group, gloo's threads would be joined by a thread that holds the
+    interpreter's lock, which they may be waiting for: a process that has done its work would never end.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 _TORCHRUN = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))

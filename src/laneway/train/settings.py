@@ -75,7 +75,7 @@ def _replace(base: Any, changes: dict[str, Any], found: list[InputError]) -> Any
 
 def _unknown(name: str, key: str, value: Any, known: Mapping[str, Any]) -> InputError:
     close = nearest(key, known)
-    return InputError(name, value, "no field of this name; there are " + ", ".join(known), close and f"did you mean {close!r}?")
+    return InputError(name, value, "one of the fields " + ", ".join(known), close and f"did you mean {close!r}?")
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:

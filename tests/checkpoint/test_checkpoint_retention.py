@@ -131,7 +131,7 @@ def test_killed_after_the_second_rename_the_new_one_counts(run, store):
 def test_a_run_folder_that_is_gone_is_a_clear_error(run, store):
     run.path.rmdir()
     run.path.write_text("a file")
-    with pytest.raises(LanewayError, match="saving step 1 failed: .*run"):
+    with pytest.raises(LanewayError, match=r"saving step 1 failed: .*run"):
         store.save(1, state(1))
 
 

@@ -157,14 +157,17 @@ SAVED = {"model": {"a": torch.ones(2, 3), "b": torch.ones(4)}, "pair": (torch.on
 MISFITS = {
     "missing": ({"model": {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(1)}}, "model/c is not in the checkpoint"),
     "unexpected": ({"model": {"a": torch.ones(2, 3)}}, "model/b is only in the checkpoint"),
-    "shape": ({"model": {"a": torch.ones(3, 2), "b": torch.ones(4)}}, r"float32 \[2, 3\] in the checkpoint, float32 \[3, 2\] here"),
+    "shape": (
+        {"model": {"a": torch.ones(3, 2), "b": torch.ones(4)}},
+        r"float32 \[2, 3\] in the checkpoint, float32 \[3, 2\] here",
+    ),
     "dtype": ({"model": {"a": torch.ones(2, 3).bfloat16(), "b": torch.ones(4)}}, "bfloat16"),
     "no tensor": ({"extras": torch.ones(1)}, "extras is no tensor in the checkpoint"),
     "no dict": ({"extras": {"w": torch.ones(1)}}, "extras is no dict in the checkpoint"),
     "length": ({"pair": (torch.ones(1),)}, "pair has another length"),
     "top level": ({"other": None}, "other is not in the checkpoint"),
     "per rank": ({"extras": PerRank(torch.ones(1))}, "extras is not kept by rank"),
-    "several": ({name: None for name in "efghi"}, "; and 2 more$"),
+    "several": (dict.fromkeys("efghi"), "; and 2 more$"),
 }
 
 

@@ -98,8 +98,9 @@ def read_metadata(folder: Path) -> Metadata:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError, KeyError) as error:
         raise LanewayError(f"{folder / METADATA} is no description of tensors ({line(error, folder)})") from error
-    files = {os.path.basename(info.relative_path) == info.relative_path for info in metadata.storage_data.values()}
-    if not isinstance(metadata, Metadata) or files - {True}:
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise LanewayError(f"{folder / METADATA} is no description of tensors (it holds a {type(metadata).__name__})")
+    if any(os.path.basename(info.relative_path) != info.relative_path for info in metadata.storage_data.values()):
         raise LanewayError(f"{folder / METADATA} points outside its folder; it is not loaded")
     return metadata
 

@@ -77,7 +77,7 @@ def load_export(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, 
             # A copy: the file's own tensors are a map of it, and a file that is cut later would then end the process.
             state = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
         return {**state, **{name: state[first] for name, first in tied.items()}}, config
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise LanewayError(f"{folder / WEIGHTS} is cut or damaged ({error})") from error
 
 

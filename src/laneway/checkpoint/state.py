@@ -7,6 +7,7 @@ checkpoint can be loaded under another number of ranks or another wrapping.
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,9 @@ def restore(
         optimizer.zero_grad(set_to_none=True)  # with gradients around, torch would not make the state that is to be filled
     state = capture(model)
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        filled = get_optimizer_state_dict(model, optimizer)
+        # Groups may share one tensor (a learning rate), which must not be filled twice with different values.
+        state["optimizer"] = {**filled, "param_groups": [copy.deepcopy(group) for group in filled["param_groups"]]}
     if step is None:
         step = store.load_latest(state)
     else:

@@ -83,7 +83,7 @@ class CheckpointStore:
         Tensors in ``state`` are filled in place (a DTensor takes its part, whatever the number of ranks was when it was saved)
         and must be those that were saved, by name, shape and dtype. Parts of ``state`` without tensors are replaced by what was
         saved: ``{"extras": None}`` gets whatever extras there were, tensors on the CPU. Top-level entries may be left out of
-        ``state`` to load only a part.
+        ``state`` to load only a part. One tensor under two names must have been saved with one value.
 
         Raises:
             LanewayError: no such checkpoint, it is torn or damaged, or it does not fit ``state``; ``state`` is unchanged.

@@ -55,18 +55,21 @@ def test_float64_streams_are_exact(manifold):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_streams_err_no_more_than_twice_plain_pytorch(manifold, dtype):
     """Against float64: our error at most 2 × that of the reference's formulas run by PyTorch in the streams' own dtype."""
-    site = random_site(64, 4, manifold)
-    x, gy, wide = torch.randn(257, 4, 64).to(dtype), torch.randn(257, 4, 64).to(dtype), branch_for(64)
+    wide = branch_for(64)
 
     def branch(h):  # rounded once, so that the error is the connection's and not the sub-layer's
         return wide(h.double()).to(h.dtype)
 
-    got, want = run(site, x, branch, gy), run_reference(site, x, branch, gy)
-    plain = _plain_low_precision(site, x, branch, gy)
-    for name, ours, theirs, exact in zip(NAMES, got, plain, want, strict=True):
-        assert rms_error(ours, exact) <= 2 * rms_error(theirs, exact) + 1e-6, name
-    assert got[0].dtype == got[1].dtype == dtype
-    assert got[2].dtype == torch.float32
+    ours, theirs = torch.zeros(5), torch.zeros(5)
+    for _ in range(12):  # pooled: scale has three numbers only
+        site = random_site(64, 4, manifold)
+        x, gy = torch.randn(257, 4, 64).to(dtype), torch.randn(257, 4, 64).to(dtype)
+        got, plain, want = (f(site, x, branch, gy) for f in (run, _plain_low_precision, run_reference))
+        ours += torch.tensor([rms_error(*pair) for pair in zip(got, want, strict=True)]).square()
+        theirs += torch.tensor([rms_error(*pair) for pair in zip(plain, want, strict=True)]).square()
+        assert got[0].dtype == got[1].dtype == dtype
+        assert got[2].dtype == torch.float32
+    assert (ours.sqrt() <= 2 * theirs.sqrt() + 1e-6).all(), dict(zip(NAMES, (ours / theirs).sqrt().tolist(), strict=True))
 
 
 def _plain_low_precision(site, x, branch, gy):

@@ -5,7 +5,6 @@ Shapes: … any leading dims (batch, time), n streams, C width (``dim``), N = al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -114,37 +113,31 @@ class HyperConnection(WideParameters):
         if self.disabled:
             return _plain(x)
         self.require_wide(x)
-        flat = x.reshape(math.prod(x.shape[:-2]), self.streams, self.dim).contiguous()
         with torch.autocast(x.device.type, enabled=False):
-            h, carry, post, res = self._maps(flat)
+            h, carry, post, res = self._maps(x)
         for observe in self.observers:
             observe(self, x.detach(), res.detach())
-        lead = x.shape[:-2]
 
         def merge(f: Tensor) -> Tensor:
-            if f.shape != (*lead, self.dim):
-                raise InputError("f", list(f.shape), f"the sub-layer's output, {[*lead, self.dim]}")
-            y = ops.post_mix(flat, carry, f.reshape(-1, self.dim).contiguous(), post, res)
-            return y.view(x.shape)
+            if f.shape != h.shape:
+                raise InputError("f", list(f.shape), f"the sub-layer's output, {list(h.shape)}")
+            return ops.post_mix(x, carry, f, post, res)
 
-        return h.view(*lead, self.dim), merge
+        return h, merge
 
     def _maps(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [N, n, C] → h, carry, H_post [N, n], H_res [N, out, in]."""
+        """x […, n, C] → h […, C], carry, H_post [N, n], H_res [N, out, in], N all leading dims."""
         n, hc = self.streams, self.manifold == "none"
         wide = torch.promote_types(self.fn.dtype, ops.eager.compute_dtype(x.dtype))
         fn, base, scale = (p.to(wide) for p in (self.fn, self.base, self.scale))
-        kind, groups = ("tanh", n) if hc else ("sigmoid", 1)
-        h, z, _, carry = ops.pre_mix(x, fn, base[:n], scale[0], groups, kind, self.norm_eps, 0.0 if hc else self.eps)
-        if hc:  # z [N, in, (pre, post, res outputs)]
-            z = z.unflatten(-1, (n, n + 2)).tanh()
-            post = torch.addcmul(base[n : 2 * n], z[:, :, 1], scale[1])
-            return h, carry, post, self.res(torch.addcmul(base[2 * n :], z[:, :, 2:].flatten(1), scale[2]))
-        post = torch.addcmul(base[n : 2 * n], z[:, n : 2 * n], scale[1]).sigmoid() * 2
-        logits = torch.addcmul(base[2 * n :], z[:, 2 * n :], scale[2])
+        eps = 0.0 if hc else self.eps
+        h, logits, carry, *_ = ops.pre_mix(x, fn, base, scale, hc, self.norm_eps, eps)
+        post, res = logits[:, n : 2 * n], logits[:, 2 * n :]
+        if hc:
+            return h, carry, post, self.res(res)
         if self.cap is not None:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        return h, carry, post, self.res(logits)
+            res = torch.tanh(res / self.cap) * self.cap
+        return h, carry, 2 * post.sigmoid(), self.res(res)
 
 
 def _plain(x: Tensor) -> tuple[Tensor, Merge]:
@@ -228,7 +221,6 @@ class StreamReadout(WideParameters):
         if not self.learned:
             return x.squeeze(-2) if self.streams == 1 else x.mean(-2) if self.kind == "mean" else x.sum(-2)
         self.require_wide(x)
-        flat = x.reshape(math.prod(x.shape[:-2]), self.streams, self.dim).contiguous()
         with torch.autocast(x.device.type, enabled=False):
-            h, *_ = ops.pre_mix(flat, self.fn, self.base, self.scale[0], 1, "sigmoid", self.norm_eps, self.eps)
-        return h.view(*x.shape[:-2], self.dim)
+            h, *_ = ops.pre_mix(x, self.fn, self.base, self.scale, False, self.norm_eps, self.eps)
+        return h

@@ -1,6 +1,6 @@
 """The ops of a hyper-connection, registered with ``torch.library``: what eager code, torch.compile and export all call.
 
-    laneway::pre_mix    x, φ            → h, z, r, carry      projection, H_pre and the sub-layer's input
+    laneway::pre_mix    x, parameters   → h, logits, carry    projection, H_pre and the sub-layer's input
     laneway::sinkhorn   logits          → H_res
     laneway::post_mix   x, carry, f, …  → y                   the streams after the site
 
@@ -9,12 +9,14 @@ two gradients in a pass of its own. Instead pre_mix also returns ``carry``, a to
 speak of, on which post_mix depends; its gradient is resᵀ gy, and pre_mix's backward adds the rest to it in place. It is
 private to one site: ``HyperConnection`` hands it from one op to the other and nobody else sees it.
 
+Streams have any leading dims, and so have h and y; what belongs to one token is flattened to N tokens (z, maps).
 Every op computes in fp32 (float64 for float64 streams) and switches autocast off inside. The backward ops have no
 derivative of their own: a second backward raises instead of giving something wrong.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar
@@ -39,6 +41,16 @@ def _exact(kernel: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
+def _flat(t: Tensor, dims: int) -> Tensor:
+    """All but the last ``dims`` dims as one, contiguous."""
+    return t.reshape(math.prod(t.shape[:-dims]), *t.shape[-dims:]).contiguous()
+
+
+def _unflat(t: Tensor, shape: torch.Size) -> Tensor:
+    """A kernel's own result in another shape; not a view in autograd's sense, since nobody else holds ``t``."""
+    return torch.ops.aten._unsafe_view(t, shape)
+
+
 def _fresh(t: Tensor) -> Tensor:
     """What a kernel returns for a gradient of t: its shape and dtype, contiguous."""
     return torch.empty_like(t, memory_format=torch.contiguous_format)
@@ -47,48 +59,55 @@ def _fresh(t: Tensor) -> Tensor:
 @torch.library.custom_op("laneway::pre_mix", mutates_args=())
 @_exact
 def pre_mix(
-    x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, groups: int, kind: str, norm_eps: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [N, n, C], fn [m, nC/groups], base [n] and scale [] of H_pre → h [N, C], z [N, groups·m], r [N, groups], carry."""
-    h, z, r = eager.pre_forward(x, fn, base, scale, groups, kind, norm_eps, eps)
-    return h, z, r, x.new_zeros(()).expand(x.shape)
+    x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, per_stream: bool, norm_eps: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The sub-layer's input and the logits of every map: all that depends on a site's parameters.
+
+    x […, n, C], fn [m, nC/groups], base [w], scale [3] (or [1], for H_pre alone) → h […, C], logits [N, w] laid out pre,
+    post, res, carry […, n, C], and for the backward z [N, groups·m] and r [N, groups]. per_stream: HC, every stream is a group; else one.
+    """
+    h, logits, z, r = eager.pre_forward(_flat(x, 2), fn, base, scale, per_stream, norm_eps, eps)
+    return _unflat(h, x.shape[:-2] + x.shape[-1:]), logits, _token(x), z, r
 
 
 @pre_mix.register_fake
-def _(x, fn, base, scale, groups, kind, norm_eps, eps):
-    tokens, _, c = x.shape
-    dtype = eager.compute_dtype(x.dtype)
-    z = x.new_empty(tokens, groups * fn.shape[0], dtype=dtype)
-    return x.new_empty(tokens, c), z, x.new_empty(tokens, groups, dtype=dtype), x.new_zeros(()).expand(x.shape)
+def _(x, fn, base, scale, per_stream, norm_eps, eps):
+    groups = x.shape[-2] if per_stream else 1
+    tokens, dtype = math.prod(x.shape[:-2]), eager.compute_dtype(x.dtype)
+    logits, z, r = (x.new_empty(tokens, width, dtype=dtype) for width in (base.shape[0], groups * fn.shape[0], groups))
+    return x.new_empty(*x.shape[:-2], x.shape[-1]), logits, _token(x), z, r
+
+
+def _token(x: Tensor) -> Tensor:
+    """A tensor with the shape of x and the storage of one number."""
+    return torch.empty_strided(x.shape, [0] * x.ndim, dtype=x.dtype, device=x.device).zero_()
 
 
 @torch.library.custom_op("laneway::pre_mix_backward", mutates_args={"gx"})
 def pre_mix_backward(
-    gx: Tensor, gh: Tensor, gz: Tensor, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, z: Tensor, r: Tensor,
-    groups: int, kind: str, eps: float,
+    gx: Tensor, gh: Tensor, glogits: Tensor, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, z: Tensor, r: Tensor,
+    per_stream: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Adds to gx in place; returns the gradients of fn, base and scale."""
-    return _exact(eager.pre_backward)(gx, gh, gz, x, fn, base, scale, z, r, groups, kind, eps)
+    return _exact(eager.pre_backward)(_flat(gx, 2), _flat(gh, 1), glogits, _flat(x, 2), fn, base, scale, z, r, per_stream, eps)
 
 
 @pre_mix_backward.register_fake
-def _(gx, gh, gz, x, fn, base, scale, z, r, groups, kind, eps):
+def _(gx, gh, glogits, x, fn, base, scale, z, r, per_stream, eps):
     return _fresh(fn), _fresh(base), _fresh(scale)
 
 
 def _pre_setup(ctx, inputs, output) -> None:
-    x, fn, base, scale, groups, kind, _, eps = inputs
-    _, z, r, _ = output
-    ctx.mark_non_differentiable(r)
+    x, fn, base, scale, ctx.per_stream, _, ctx.eps = inputs
+    *_, z, r = output
+    ctx.mark_non_differentiable(z, r)
     ctx.save_for_backward(x, fn, base, scale, z, r)
-    ctx.groups, ctx.kind, ctx.eps = groups, kind, eps
 
 
-def _pre_vjp(ctx, gh, gz, _gr, gx):
-    x, fn, base, scale, z, r = ctx.saved_tensors
+def _pre_vjp(ctx, gh, glogits, gx, *_):
     gx = gx.contiguous()
-    grads = pre_mix_backward(gx, gh.contiguous(), gz, x, fn, base, scale, z, r, ctx.groups, ctx.kind, ctx.eps)
-    return gx, *grads, None, None, None, None
+    grads = pre_mix_backward(gx, gh, glogits, *ctx.saved_tensors, ctx.per_stream, ctx.eps)
+    return gx, *grads, None, None, None
 
 
 pre_mix.register_autograd(_pre_vjp, setup_context=_pre_setup)
@@ -134,11 +153,11 @@ sinkhorn.register_autograd(_sinkhorn_vjp, setup_context=_sinkhorn_setup)
 @torch.library.custom_op("laneway::post_mix", mutates_args=())
 @_exact
 def post_mix(x: Tensor, carry: Tensor, f: Tensor, post: Tensor, res: Tensor) -> Tensor:
-    """y = H_res x + H_postᵀ f: x [N, n, C], f [N, C], post [N, n], res [N, out, in] → [N, n, C].
+    """y = H_res x + H_postᵀ f: x […, n, C], f […, C], post [N, n], res [N, out, in] → […, n, C].
 
     ``carry`` holds no numbers; x's gradient is returned as its gradient.
     """
-    return eager.post_forward(x, f, post, res)
+    return _unflat(eager.post_forward(_flat(x, 2), _flat(f, 1), post, res.contiguous()), x.shape)
 
 
 @post_mix.register_fake
@@ -150,7 +169,8 @@ def _(x, carry, f, post, res):
 @_exact
 def post_mix_backward(gy: Tensor, x: Tensor, f: Tensor, post: Tensor, res: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x (through H_res), f, post and res."""
-    return eager.post_backward(gy, x, f, post, res)
+    gx, gf, gpost, gres = eager.post_backward(_flat(gy, 2), _flat(x, 2), _flat(f, 1), post, res)
+    return _unflat(gx, x.shape), _unflat(gf, f.shape), gpost, gres
 
 
 @post_mix_backward.register_fake
@@ -165,7 +185,7 @@ def _post_setup(ctx, inputs, output) -> None:
 
 def _post_vjp(ctx, gy):
     x, f, post, res = ctx.saved_tensors
-    gx, gf, gpost, gres = post_mix_backward(gy.contiguous(), x, f, post, res)
+    gx, gf, gpost, gres = post_mix_backward(gy, x, f, post, res)
     return None, gx, gf, gpost, gres
 
 

@@ -1,14 +1,16 @@
 """Pre-mix and post-mix in plain PyTorch, a cache-sized chunk of tokens at a time.
 
 Forward of a site:    u = x φᵀ,  r = 1/√(mean x² + ε),  z = r u  (RMSNorm folded into the projection: x is never normalised)
-                      h = Σ_j pre_j x_j                        with pre from the first rows of z
+                      logits = scale · z + base   (HC: scale · tanh z + base)      all of the site's parameters are used here
+                      h = Σ_j pre_j x_j                        with pre from the first n logits
                       y_i = Σ_j res_ij x_j + post_i f
 Backward of a site:   gx = resᵀ gy                                       written by the post-mix
                       gx += pre ⊗ gh + (r gz) φ − (r²/K)(gz·z) x        added in place by the pre-mix, chunk by chunk in cache
 Accumulation is in fp32 (float64 for float64 streams) whatever the streams are; each result is rounded once.
 
 Shapes: N tokens, n streams, C width, G groups that are normalised apart (1: vec(x), n: every stream), K = nC/G numbers in
-one, m rows of φ. ``pre`` are rows 0…n−1 of z where G = 1, row 0 of every group where G = n.
+one. Logits are laid out pre (n), post (n), res: with G = 1 they are z scaled; with G = n (HC) stream j's own projection is
+(pre_j, post_j, res[j → 0…n−1]).
 """
 
 from __future__ import annotations
@@ -51,39 +53,57 @@ class _Scratch:
             self.source[start:stop] = self.buffer[: stop - start]
 
 
-def activation(logits: Tensor, kind: str, eps: float) -> Tensor:
-    """H_pre from its logits, in place: σ + ε (mHC) or the logits themselves (HC, whose tanh comes before its scale)."""
-    return logits.sigmoid_().add_(eps) if kind == "sigmoid" else logits
+def _arrange(z: Tensor, n: int, per_stream: bool) -> Tensor:
+    """z [N, G·m] → what ``scale`` multiplies, laid out pre, post, res. HC: through tanh."""
+    if not per_stream:
+        return z
+    t = z.unflatten(1, (n, n + 2)).tanh()
+    return torch.cat([t[:, :, 0], t[:, :, 1], t[:, :, 2:].flatten(1)], dim=1)
 
 
-def pre_logits(z: Tensor, base: Tensor, scale: Tensor, groups: int, kind: str) -> Tensor:
-    """Logits of H_pre [N, n] from z [N, G·m]."""
-    n = base.shape[0]
-    rows = z[:, :n] if groups == 1 else z.view(z.shape[0], groups, -1)[:, :, 0]
-    return torch.addcmul(base, rows.tanh() if kind == "tanh" else rows, scale)
+def _arrange_backward(grad: Tensor, z: Tensor, n: int, per_stream: bool) -> Tensor:
+    """Gradient of ``_arrange``."""
+    if not per_stream:
+        return grad
+    t = z.unflatten(1, (n, n + 2)).tanh()
+    res = grad[:, 2 * n :].unflatten(1, (n, n))
+    g = torch.cat([grad[:, :n, None], grad[:, n : 2 * n, None], res], dim=2)
+    return (g * (1 - t * t)).flatten(1)
 
 
-def pre_forward(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, groups: int, kind: str, norm_eps: float, eps: float):
-    """x [N, n, C] → h [N, C] (dtype of x), z [N, G·m], r [N, G]."""
+def _spread(scale: Tensor, n: int, width: int) -> Tensor:
+    """One scale for each logit: scale [3] over pre (n), post (n) and res, or [1] over pre alone."""
+    return scale if len(scale) == 1 else torch.cat([scale[0].expand(n), scale[1].expand(n), scale[2].expand(width - 2 * n)])
+
+
+def _pre(logits: Tensor, per_stream: bool, eps: float) -> Tensor:
+    """H_pre from its logits: σ + ε (mHC), or the logits themselves (HC)."""
+    return logits if per_stream else torch.sigmoid(logits).add_(eps)
+
+
+def pre_forward(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, per_stream: bool, norm_eps: float, eps: float):
+    """x [N, n, C] → h [N, C] (dtype of x), logits [N, width of base], z [N, G·m], r [N, G]."""
     tokens, n, c = x.shape
-    dtype, k = compute_dtype(x.dtype), n * c // groups
+    groups = n if per_stream else 1
+    dtype, k, m = compute_dtype(x.dtype), n * c // groups, fn.shape[0]
     h = torch.empty(tokens, c, dtype=x.dtype, device=x.device)
-    z = torch.empty(tokens, groups * fn.shape[0], dtype=dtype, device=x.device)
+    logits = torch.empty(tokens, len(base), dtype=dtype, device=x.device)
+    z = torch.empty(tokens, groups * m, dtype=dtype, device=x.device)
     r = torch.empty(tokens, groups, dtype=dtype, device=x.device)
-    chunks = _chunks(tokens, n * c, x.device)
-    x_in, h_out, weight = _Scratch(x, chunks.step, dtype), _Scratch(h, chunks.step, dtype), fn.to(dtype).t()
+    chunks, weight, factor = _chunks(tokens, n * c, x.device), fn.to(dtype).t(), _spread(scale, n, len(base))
+    x_in, h_out = _Scratch(x, chunks.step, dtype), _Scratch(h, chunks.step, dtype)
     for i in chunks:
         j = min(i + chunks.step, tokens)
         xc = x_in.read(i, j)
         rows = xc.view((j - i) * groups, k)
-        zc, rc = z[i:j].view(-1, fn.shape[0]), r[i:j].view(-1, 1)
+        zc, rc = z[i:j].view(rows.shape[0], m), r[i:j].view(-1, 1)
         torch.mm(rows, weight, out=zc)
         torch.linalg.vector_norm(rows, dim=1, keepdim=True, out=rc)
         zc.mul_(rc.square_().div_(k).add_(norm_eps).rsqrt_())
-        pre = activation(pre_logits(z[i:j], base, scale, groups, kind), kind, eps)
-        torch.bmm(pre.unsqueeze(1), xc, out=h_out.target(i, j).unsqueeze(1))
+        torch.addcmul(base, _arrange(z[i:j], n, per_stream), factor, out=logits[i:j])
+        torch.bmm(_pre(logits[i:j, :n], per_stream, eps).unsqueeze(1), xc, out=h_out.target(i, j).unsqueeze(1))
         h_out.store(i, j)
-    return h, z, r
+    return h, logits, z, r
 
 
 def post_forward(x: Tensor, f: Tensor, post: Tensor, res: Tensor) -> Tensor:
@@ -117,40 +137,29 @@ def post_backward(gy: Tensor, x: Tensor, f: Tensor, post: Tensor, res: Tensor) -
     return gx, gf, gpost, gres
 
 
-def pre_backward(gx, gh, gz, x, fn, base, scale, z, r, groups: int, kind: str, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds to ``gx`` [N, n, C], in place, all that reaches x through h and z. Returns the gradients of fn, base and scale."""
+def pre_backward(gx, gh, glogits, x, fn, base, scale, z, r, per_stream: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds to ``gx`` [N, n, C], in place, all that reaches x through h and the logits. Returns the gradients of fn, base, scale."""
     tokens, n, c = x.shape
-    dtype, k, m = z.dtype, n * c // groups, fn.shape[0]
-    gz, g_logits = gz.clone(), torch.empty(tokens, n, dtype=dtype, device=x.device)
-    gfn = torch.zeros(m, k, dtype=dtype, device=x.device)
-    chunks, weight = _chunks(tokens, n * c, x.device), fn.to(dtype)
+    dtype, m, k = z.dtype, *fn.shape
+    glogits, gfn = glogits.clone(), torch.zeros(m, k, dtype=dtype, device=x.device)
+    arranged = _arrange(z, n, per_stream)
+    chunks, weight, factor = _chunks(tokens, n * c, x.device), fn.to(dtype), _spread(scale, n, len(base))
     x_in, gh_in, gx_out = (_Scratch(t, chunks.step, dtype) for t in (x, gh, gx))
     for i in chunks:
         j = min(i + chunks.step, tokens)
         xc, ghc, out = x_in.read(i, j), gh_in.read(i, j), gx_out.read(i, j)
-        pre = activation(pre_logits(z[i:j], base, scale, groups, kind), kind, eps)
+        pre = _pre(torch.addcmul(base[:n], arranged[i:j, :n], factor[:n]), per_stream, eps)
         g_pre = torch.bmm(xc, ghc.unsqueeze(2)).squeeze(2)
-        _logit_gradient(g_pre, pre, z[i:j], gz[i:j], g_logits[i:j], scale, groups, kind, eps)
-        gzc, zc, rc = gz[i:j].view(-1, m), z[i:j].view(-1, m), r[i:j].view(-1, 1)
+        glogits[i:j, :n] += g_pre if per_stream else g_pre * (pre - eps) * (1 + eps - pre)
+        gzc = _arrange_backward(glogits[i:j] * factor, z[i:j], n, per_stream).view(-1, m)
+        zc, rc = z[i:j].view(-1, m), r[i:j].view(-1, 1)
         along_x = (gzc * zc).sum(1, keepdim=True).mul_(rc).mul_(rc).div_(-k)
-        gzc.mul_(rc)
+        gzc = gzc * rc
         out.addcmul_(pre.unsqueeze(2), ghc.unsqueeze(1))
         out.view(-1, k).addmm_(gzc, weight).addcmul_(along_x, xc.view(-1, k))
         gx_out.store(i, j)
         gfn.addmm_(gzc.t(), xc.view(-1, k))
-    rows = z[:, :n] if groups == 1 else z.view(tokens, groups, m)[:, :, 0]
-    gscale = (g_logits * (rows.tanh() if kind == "tanh" else rows)).sum()
-    return gfn.to(fn.dtype), g_logits.sum(0).to(base.dtype), gscale.to(scale.dtype)
-
-
-def _logit_gradient(g_pre, pre, z, gz, g_logits, scale, groups: int, kind: str, eps: float) -> None:
-    """Writes the gradient of the pre logits and adds it to that of z."""
-    n = pre.shape[1]
-    rows = slice(0, n) if groups == 1 else slice(0, None, z.shape[1] // groups)
-    if kind == "sigmoid":
-        s = pre - eps if eps else pre
-        g_logits.copy_(g_pre.mul_(s).addcmul_(g_pre, s, value=-1))
-        gz[:, rows] += g_logits * scale
-    else:
-        g_logits.copy_(g_pre)
-        gz[:, rows] += g_logits * scale * (1 - z[:, rows].tanh().square())
+    sums = (glogits * arranged).sum(0)
+    parts = [sums] if len(scale) == 1 else sums.split([n, n, len(base) - 2 * n])
+    gscale = torch.stack([part.sum() for part in parts])
+    return gfn.to(fn.dtype), glogits.sum(0).to(base.dtype), gscale.to(scale.dtype)

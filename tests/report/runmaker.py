@@ -115,7 +115,7 @@ def make_run(
         append_row(run.metrics(), row)
     add_event(run, "start", 0, world_size=1)
     last = metrics[-1]["step"] if metrics else 0
-    for step in range(100, last + 1, 100):
+    for step in range(100, min(last, 10_000) + 1, 100):
         add_event(run, "checkpoint", step, seconds=0.12)
         add_event(run, "sample", step, prompt="def ", text=sample)
     if finished and metrics:

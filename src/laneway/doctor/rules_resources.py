@@ -19,10 +19,10 @@ OCCUPIED = 0.9
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|\boom\b", re.IGNORECASE)
 
 GROWTH = (
-    "after the first 30 % of the run, the peak rises by more than 10 % and in at least 7 of 9 equal stretches: a working peak is "
-    "reached in the first steps and stays"
+    "after the first 30 % of the run, the peak rises by more than 10 % and in at least 7 of 9 equal stretches, fast enough to fill "
+    "the memory within 20 times the run so far: a working peak is reached in the first steps and stays"
 )
-RISE, RISING = 0.1, 7
+RISE, RISING, HORIZON = 0.1, 7, 20.0
 
 THROUGHPUT = (
     "the median rate of the last fifth is below 70 % of that near the begin: medians don't see single slow steps, and a shared "
@@ -76,6 +76,8 @@ def memory_growth(facts: RunFacts) -> Symptom | None:
         return None
     rate = (late.values[-1] - late.values[0]) / (late.steps[-1] - late.steps[0])
     left = facts.memory_bytes - late.values[-1]
+    if left > HORIZON * facts.last_step * rate:
+        return None
     until = (
         f"; at this rate memory is full {left / rate:,.0f} steps after the last row" if math.isfinite(left) and left > 0 else ""
     )

@@ -35,8 +35,8 @@ SLOW = (
 UNLEARNT, BEND = 0.8, 0.2
 
 OVERFIT = (
-    "the last two validations lie above the best by more than max(0.03 nats, 2 %), while the training loss went on falling: the "
-    "validation sequences are the same each time, so their noise is smaller"
+    "the last two validations lie above the best by more than max(0.03 nats, 2 %, 2 × the noise of a training row), while the "
+    "training loss went on falling: the validation sequences are the same each time, but the weights wobble from step to step"
 )
 
 
@@ -209,7 +209,7 @@ def overfit(facts: RunFacts) -> Symptom | None:
     if len(val) < 4 or len(loss) < 20:
         return None
     best = int(val.values.argmin())
-    limit = val.values[best] + max(0.03, 0.02 * val.values[best])
+    limit = val.values[best] + max(0.03, 0.02 * val.values[best], 2 * loss.noise())
     if best >= len(val) - 2 or min(val.values[-2:]) <= limit:
         return None
     blocks = loss.blocks(20)

@@ -53,9 +53,9 @@ def colour_scale(heats: list[Heat], log: bool | None, low: float | None, high: f
     pool = [heat.values.ravel() for heat in heats]
     scale = make_scale(pool, (0.0, 1.0), log=log, low=low, high=high, least_span=least_span)
     finite = np.concatenate(pool)
-    finite = finite[np.isfinite(finite)]
-    bottom = min([float(finite.min()), *([low] if low is not None else [])])
-    top = max([float(finite.max()), *([high] if high is not None else [])])
+    finite = finite[np.isfinite(finite)].clip(scale.low, scale.high)
+    bottom, top = float(finite.min()), float(finite.max())
+    bottom, top = min(bottom, low if low is not None else bottom), max(top, high if high is not None else top)
     if top - bottom < least_span:
         bottom, top = (top - least_span, top) if high is not None else (bottom, bottom + least_span)
     return Scale(bottom, top, 0.0, 1.0, log=scale.log) if top > bottom else scale

@@ -11,6 +11,8 @@ import numpy as np
 
 # Positive data that span more than this factor are drawn on a logarithmic axis: below it a linear one reads better.
 LOG_FROM_RATIO = 30.0
+# Axes end here: beyond, a value is drawn at the end, and no arithmetic on the axis can overflow.
+LARGEST, SMALLEST = 1e100, 1e-100
 SI_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
@@ -26,9 +28,9 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """Pixel of a value; values outside the range land on its ends."""
-        value = min(max(value, self.low), self.high)
+        value = min(max(float(value), self.low), self.high)
         if self.log:
-            share = math.log(value / self.low) / math.log(self.high / self.low)
+            share = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         else:
             share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.stop - self.start)
@@ -56,25 +58,29 @@ def make_scale(
         least_span: smallest range shown, so that rounding noise isn't blown up to fill the picture. On a logarithmic axis
             it counts from the low end.
     """
-    data = np.concatenate([np.empty(0), *(array[np.isfinite(array)] for array in values)])
-    if log is None:
-        log = bool(len(data)) and data.min() > 0 and data.max() / data.min() > LOG_FROM_RATIO
-    log = log and bool(np.all(data > 0))
+    data = np.concatenate([np.empty(0), *(array[np.isfinite(array)] for array in values)]).clip(-LARGEST, LARGEST)
+    positive = bool(np.all(data > 0))
+    log = positive and (log if log is not None else len(data) > 0 and data.max() > LOG_FROM_RATIO * data.min())
+    if log:
+        data = data.clip(SMALLEST)
     ends = [v for v in (low, high) if v is not None and (v > 0 or not log)]
     pool = np.concatenate([data, np.array(ends, dtype=float)])
     if not len(pool):
         return Scale(0.0, 1.0, *pixels)
-    bottom, top = float(pool.min()), float(pool.max())
+    # Rounding beyond an end that was asked for (a gain of 1 − 1e-9) does not move it.
+    slack = 0.01 * least_span
+    bottom = low if low in ends and low - pool.min() <= slack else float(pool.min())
+    top = high if high in ends and pool.max() - high <= slack else float(pool.max())
     if log:
         top = max(top, bottom + least_span, bottom * 1.05)
         air = (top / bottom) ** 0.04
-        return Scale(bottom / air, min(top * air, 1.7e308), *pixels, log=True)
+        return Scale(bottom / air, top * air, *pixels, log=True)
     missing = max(least_span, 1e-9 * max(abs(bottom), abs(top)), 1e-300) - (top - bottom)
     if missing > 0:
         # A missing part of the range is added where the data may go: not beyond an end that was asked for.
         above = 1.0 if bottom == low else 0.0 if top == high else 0.5
         top, bottom = top + above * missing, bottom - (1 - above) * missing
-    air = min(0.05 * (top - bottom), 1e307)
+    air = 0.05 * (top - bottom)
     # An end that was asked for (a floor of 0, say) stays an end.
     return Scale(bottom if bottom == low else bottom - air, top if top == high else top + air, *pixels)
 

@@ -1,0 +1,329 @@
+"""Each rule fires on a run that shows its symptom, says the numbers, and its neighbours stay silent."""
+
+import math
+
+import numpy as np
+import pytest
+from synthetic import Run, config, healthy
+
+from laneway.doctor import examine_run
+from laneway.doctor.facts import Series
+
+
+def loss_above_start(run: Run) -> None:
+    for index in range(10, 110):
+        run.rows[index]["loss"] += 4.0 * math.exp(-index / 60)
+
+
+def early_spikes(run: Run) -> None:
+    for index in (20, 40, 60, 80):
+        run.rows[index]["loss"] += 2.5
+
+
+def early_gradient_spikes(run: Run) -> None:
+    for index in (25, 50, 75):
+        run.rows[index]["grad_norm"] *= 60
+
+
+def early_nonfinite(run: Run) -> None:
+    run.rows[30]["loss"] = run.rows[30]["grad_norm"] = None
+    run.events.append({"kind": "nonfinite", "step": 31})
+
+
+def early_nonfinite_event_only(run: Run) -> None:
+    """The row was not logged, the event was written."""
+    run.events.append({"kind": "nonfinite", "step": 31})
+
+
+def climbs_back(run: Run) -> None:
+    for index in range(400, 600):
+        run.rows[index]["loss"] += 2.0 * (index - 400) / 200
+
+
+def late_nonfinite(run: Run) -> None:
+    run.events += [{"kind": "nonfinite", "step": step} for step in (400, 410)]
+
+
+def tiny_rate(run: Run) -> None:
+    """At a rate far too low the loss falls by the same amount each step."""
+    random = np.random.default_rng(0)
+    run.column("loss", [5.5 - 1.7 * i / 600 + random.normal(0, 0.05) for i in range(600)])
+    for row in run.rows:
+        if "val_loss" in row:
+            row["val_loss"] = row["loss"] + 0.05
+
+
+def learns_nothing(run: Run) -> None:
+    random = np.random.default_rng(0)
+    run.column("loss", [5.54 - 0.2 * (1 - math.exp(-i / 100)) + random.normal(0, 0.05) for i in range(600)])
+    for row in run.rows:
+        if "val_loss" in row:
+            row["val_loss"] = row["loss"] + 0.05
+
+
+def overfits(run: Run) -> None:
+    validations = [row for row in run.rows if "val_loss" in row]
+    for row, value in zip(validations, (2.4, 2.0, 1.9, 2.0, 2.1, 2.25), strict=True):
+        row["val_loss"] = value
+
+
+def collapsed(run: Run) -> None:
+    for row in run.rows:
+        if "collapse" in row:
+            row["collapse"], row["site_collapse"] = 0.99996, [0.99996] * 8
+
+
+def frozen(run: Run) -> None:
+    for row in run.rows:
+        if "res_entropy" in row:
+            row["res_entropy"], row["site_res_entropy"] = 0.0478, [0.0478 + 1e-6 * row["step"] / 600] * 8
+
+
+def frozen_without_sites(run: Run) -> None:
+    frozen(run)
+    for row in run.rows:
+        row.pop("site_res_entropy", None)
+
+
+def gains(run: Run) -> None:
+    for row in run.rows:
+        if "gain_forward" in row:
+            row["gain_forward"] = 1.0 + row["step"]
+            row["site_gain_forward"] = np.linspace(1, 1 + row["step"], 8).tolist()
+
+
+def backward_gains(run: Run) -> None:
+    run.rows[199]["gain_backward"] = 11.0
+
+
+def inexact(run: Run) -> None:
+    run.rows[199]["sinkhorn_error"] = 0.4
+
+
+def nearly_full(run: Run) -> None:
+    run.env["memory_bytes"] = int(max(row["peak_bytes"] for row in run.rows) / 0.93)
+
+
+def device_nearly_full(run: Run) -> None:
+    run.env["device"] = {"type": "cuda", "bytes": int(max(row["peak_bytes"] for row in run.rows) / 0.97)}
+
+
+def out_of_memory(run: Run) -> None:
+    run.events.append({"kind": "notice", "step": 300, "message": "CUDA out of memory. Tried to allocate 2.00 GiB"})
+
+
+def out_of_memory_on_cpu(run: Run) -> None:
+    run.events.append({"kind": "stop", "step": 300, "reason": "DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"})
+
+
+def leaks(run: Run) -> None:
+    run.column("peak_bytes", [int(1e9 + 1.5e6 * index) for index in range(600)])
+
+
+def slows_down(run: Run) -> None:
+    for index in range(350, 600):
+        run.rows[index]["tokens_per_s"] *= 0.5
+
+
+SYMPTOMS = [
+    (loss_above_start, "unstable-start", ["loss", "from 5."]),
+    (early_spikes, "unstable-start", ["4 loss rows", "above the running median"]),
+    (early_gradient_spikes, "unstable-start", ["3 gradient norms", "×"]),
+    (early_nonfinite, "unstable-start", ["1 non-finite steps, the first at step 31"]),
+    (early_nonfinite_event_only, "unstable-start", ["1 non-finite steps, the first at step 31"]),
+    (climbs_back, "diverged", ["at the end"]),
+    (late_nonfinite, "nonfinite-steps", ["the first at step 400, the last at step 410"]),
+    (tiny_rate, "slow-convergence", ["of its fall", "a power law through both"]),
+    (learns_nothing, "slow-convergence", ["after 600 steps", "a uniform guess has 5.55"]),
+    (overfits, "overfit", ["validation 1.900 at step 300, 2.250 at the end"]),
+    (collapsed, "streams-collapsed", ["mean cosine 0.99996 at step 600"]),
+    (frozen, "residual-map-frozen", ["31 probes up to step 600"]),
+    (frozen_without_sites, "residual-map-frozen", ["31 probes up to step 600"]),
+    (gains, "composite-gain", ["forward gain 601 at step 600, largest at site 7 of 8"]),
+    (backward_gains, "composite-gain", ["backward gain 11 at step 200"]),
+    (inexact, "sinkhorn-error", ["0.4 at step 200"]),
+    (nearly_full, "memory-overflow", ["(93 %)"]),
+    (device_nearly_full, "memory-overflow", ["(97 %)"]),
+    (out_of_memory, "memory-overflow", ["1 out-of-memory events, the first at step 300"]),
+    (out_of_memory_on_cpu, "memory-overflow", ["1 out-of-memory events"]),
+    (leaks, "memory-growth", ["MiB a step", "memory is full"]),
+    (slows_down, "throughput-drop", ["below 70 % from about step"]),
+]
+
+
+@pytest.mark.parametrize(("symptom", "rule", "evidence"), SYMPTOMS, ids=[s[0].__name__ for s in SYMPTOMS])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_symptom_fires_its_rule_and_no_other(symptom, rule, evidence, seed):
+    run = healthy(seed, spikes=0.0)
+    symptom(run)
+    found = examine_run(run.facts)
+    assert [finding.rule for finding in found] == [rule]
+    for words in evidence:
+        assert words in found[0].evidence
+    assert found[0].knobs
+
+
+def test_just_under_the_thresholds_is_healthy():
+    run = healthy(1, spikes=0.0)
+    run.rows[199] |= {"gain_forward": 9.9, "sinkhorn_error": 0.099}
+    for row in run.rows:
+        if "collapse" in row:
+            row["collapse"] = 0.9985
+    run.env["memory_bytes"] = int(max(row["peak_bytes"] for row in run.rows) / 0.89)
+    for index in range(350, 600):
+        run.rows[index]["tokens_per_s"] *= 0.78
+    for index in range(20, 22):
+        run.rows[index]["loss"] += 2.5
+    run.rows[60]["grad_norm"] *= 60
+    assert examine_run(run.facts) == []
+
+
+def test_growth_that_never_fills_the_memory_is_no_leak():
+    run = healthy(1, spikes=0.0)
+    run.column("peak_bytes", [int(1e9 + 4e5 * index) for index in range(600)])
+    assert examine_run(run.facts) == []
+    run.env["memory_bytes"] = 3 << 30
+    assert [finding.rule for finding in examine_run(run.facts)] == ["memory-growth"]
+
+
+def test_knobs_know_the_values_of_the_run():
+    run = healthy(0, spikes=0.0)
+    early_spikes(run)
+    knobs = {knob.name: knob.advice for knob in examine_run(run.facts)[0].knobs}
+    assert (
+        knobs["optimizer.lr"]
+        == "15–20 % under what you used for HC or for the plain residual: 0.0024 to 0.00255, if that was 0.003"
+    )
+    assert knobs["optimizer.warmup"] == "twice as long (now 0.05)"
+    assert "model.logit_cap" not in knobs, "the cap is on"
+    run.config["model"]["logit_cap"] = 0
+    assert "model.logit_cap" in {knob.name for knob in examine_run(run.facts)[0].knobs}
+
+
+def test_gain_of_hc_points_at_the_manifold():
+    run = healthy(0, residual="hc", spikes=0.0)
+    gains(run)
+    (finding,) = examine_run(run.facts)
+    assert finding.rule == "composite-gain"
+    assert finding.knobs[0].name == "model.residual"
+    assert finding.knobs[0].advice.startswith("mhc:")
+
+
+def test_rules_over_streams_leave_plain_runs_alone():
+    run = healthy(0, residual="residual", spikes=0.0)
+    for row in run.rows:
+        row |= {"collapse": 1.0, "sinkhorn_error": 1.0}
+    assert examine_run(run.facts) == []
+
+
+def test_one_stream_cannot_collapse_or_freeze():
+    run = healthy(0, spikes=0.0)
+    collapsed(run)
+    frozen(run)
+    run.config["model"]["streams"] = 1
+    assert examine_run(run.facts) == []
+
+
+def test_the_start_may_be_collapsed():
+    run = healthy(0, spikes=0.0)
+    collapsed(run)
+    run.rows = run.rows[:40]
+    assert examine_run(run.facts) == []
+
+
+def test_generated_text_is_no_evidence():
+    run = healthy(0, spikes=0.0)
+    run.events.append({"kind": "sample", "step": 300, "prompt": "oom", "text": "CUDA out of memory"})
+    run.events.append({"kind": "notice", "step": 300, "message": "the loom and the broom"})
+    assert examine_run(run.facts) == []
+
+
+def test_a_finetuned_run_that_starts_low_is_not_slow():
+    run = healthy(0, spikes=0.0)
+    random = np.random.default_rng(0)
+    run.column("loss", [1.5 - 0.02 * (1 - math.exp(-i / 50)) + random.normal(0, 0.03) for i in range(600)])
+    for row in run.rows:
+        if "val_loss" in row:
+            row["val_loss"] = 1.5
+    assert examine_run(run.facts) == []
+
+
+def test_several_symptoms_are_all_told():
+    run = healthy(0, spikes=0.0)
+    for symptom in (collapsed, gains, inexact, nearly_full, slows_down):
+        symptom(run)
+    assert [finding.rule for finding in examine_run(run.facts)] == [
+        "streams-collapsed", "composite-gain", "sinkhorn-error", "memory-overflow", "throughput-drop",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        Run({}, [], env={}),
+        Run({"steps": "many", "model": 3, "optimizer": []}, [{"step": 1}], env={"device": "cpu", "memory_bytes": "x"}),
+        Run(config(10), [{"step": s, "loss": None, "grad_norm": math.nan, "peak_bytes": "big"} for s in range(60, 400)]),
+        Run(
+            config(10), [{"step": s, "loss": 0.0, "grad_norm": 0.0, "tokens_per_s": 0.0, "peak_bytes": 0} for s in range(1, 400)]
+        ),
+        Run(
+            config(10),
+            [{"step": s, "site_res_entropy": [None], "site_gain_forward": [], "collapse": None} for s in range(1, 400)],
+        ),
+        Run(config(0), [{"step": 1, "loss": 1e308}, {"step": 2, "loss": -1e308}]),
+        Run({}, [], events=[{"kind": None, "step": None}, {"message": 3}, {"kind": "nonfinite"}]),
+    ],
+)
+def test_odd_runs_do_not_break_the_rules(facts):
+    for finding in examine_run(facts.facts):
+        assert "nan" not in finding.evidence
+        assert "nan" not in " ".join(knob.advice for knob in finding.knobs)
+
+
+def test_advice_without_a_configuration_has_no_gaps():
+    run = healthy(0, spikes=0.0)
+    for symptom in (early_spikes, collapsed, gains, inexact, leaks, slows_down, out_of_memory):
+        symptom(run)
+    run.config = {}
+    found = examine_run(run.facts)
+    assert len(found) >= 5
+    for finding in found:
+        for knob in finding.knobs:
+            assert not any(word in knob.advice for word in ("nan", "None", "not set", "()"))
+
+
+def test_every_knob_is_a_field_of_the_training_configuration():
+    """The doctor itself never imports the training code; its advice must still name fields that exist."""
+    from laneway.train.config import TrainConfig
+    from laneway.train.settings import flatten
+
+    fields = set(flatten(TrainConfig()))
+    named = set()
+    for symptom, _, _ in SYMPTOMS:
+        for residual in ("mhc", "hc"):
+            run = healthy(0, residual=residual, spikes=0.0)
+            symptom(run)
+            named |= {knob.name for finding in examine_run(run.facts) for knob in finding.knobs}
+    assert len(named) > 15
+    assert named <= fields
+
+
+def test_findings_as_json():
+    run = healthy(0, spikes=0.0)
+    inexact(run)
+    told = examine_run(run.facts)[0].as_json()
+    assert set(told) == {"rule", "finding", "evidence", "knobs", "threshold"}
+    assert told["knobs"][0] == {"name": "model.logit_cap", "advice": "8, 0 is uncapped (now 8): smaller logits converge faster"}
+
+
+def test_series_noise_and_blocks():
+    random = np.random.default_rng(0)
+    series = Series(np.arange(4000.0), np.linspace(9, 1, 4000) + random.normal(0, 0.3, 4000))
+    assert series.noise() == pytest.approx(0.3, rel=0.05)
+    series.values[::100] = 50
+    assert series.noise() == pytest.approx(0.3, rel=0.1), "spikes are not noise"
+    series.values[7] = math.nan
+    blocks = series.blocks(20)
+    assert len(blocks) == 20
+    assert np.allclose(blocks.values, np.linspace(9, 1, 4000).reshape(20, 200).mean(1), atol=0.1)
+    assert len(Series(np.array([1.0]), np.array([math.nan])).blocks(20)) == 0

@@ -19,8 +19,8 @@ OCCUPIED = 0.9
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|\boom\b", re.IGNORECASE)
 
 GROWTH = (
-    "after the first 30 % of the run, the peak rises by more than 10 % and in at least 7 of 9 equal stretches, fast enough to fill "
-    "the memory within 20 times the run so far: a working peak is reached in the first steps and stays"
+    "after the first 30 % of the run, the peak rises by more than 10 % and in at least 7 of 9 equal stretches, fast enough to "
+    "fill the memory within 20 times the run so far: a working peak is reached in the first steps and stays"
 )
 RISE, RISING, HORIZON = 0.1, 7, 20.0
 

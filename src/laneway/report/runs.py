@@ -113,7 +113,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")
         else:
-            yield prefix + str(name), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            yield prefix + name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def load_runs(paths: Sequence[str | Path]) -> list[Run]:

@@ -39,9 +39,9 @@ class Curve:
         return float(finite[-1]) if len(finite) else float("nan")
 
     def smooth(self) -> Curve:
-        """Two centred running means over 1/60 of the curve: no lag, and gaps stay gaps (in long curves: gaps of a block)."""
+        """Two centred running means over 1/20 of the curve: no lag, and gaps stay gaps (in long curves: gaps of a block)."""
         curve = self if len(self) <= SMOOTH_LIMIT else self._blocks(SMOOTH_LIMIT)
-        half = len(curve) // 120
+        half = len(curve) // 40
         y = curve.y
         for _ in range(2 if half else 0):
             y = _running_mean(y, half)
@@ -91,14 +91,14 @@ class Curve:
 
 
 def _running_mean(y: np.ndarray, half: int) -> np.ndarray:
-    """Mean over [i − h, i + h]; h shrinks towards the begin, where curves are steep, and the window is cut at the end.
+    """Mean over [i − h, i + h] with h ≤ i / 4, since a power law is steep where it begins; the window is cut at the end.
 
     Window by window, not by a running total: one value of 1e20 would swallow the digits of all that follow.
     """
     finite = np.isfinite(y)
     padded = (np.pad(array, half) for array in (np.where(finite, y, 0.0), finite))
     windows = [np.lib.stride_tricks.sliding_window_view(array, 2 * half + 1) for array in padded]
-    reach = np.minimum(half, np.arange(len(y)))
+    reach = np.minimum(half, np.arange(len(y)) // 4)
     inside = np.abs(np.arange(-half, half + 1))[None] <= reach[:, None]
     total, counted = (np.where(inside, window, 0).sum(1) for window in windows)
     return np.where(finite, total / np.maximum(counted, 1), np.nan)

@@ -6,6 +6,7 @@ Forward of a site:    u = x φᵀ,  r = 1/√(mean x² + ε),  z = r u  (RMSNorm
                       y_i = Σ_j res_ij x_j + post_i f
 Backward of a site:   gx = resᵀ gy                                       written by the post-mix
                       gx += pre ⊗ gh + (r gz) φ − (r²/K)(gz·z) x        added in place by the pre-mix, chunk by chunk in cache
+Products are written as row vector × matrix: on CPU that form of ``bmm`` is an order of magnitude faster than matrix × column.
 Accumulation is in fp32 (float64 for float64 streams) whatever the streams are; each result is rounded once.
 
 Shapes: N tokens, n streams, C width, G groups that are normalised apart (1: vec(x), n: every stream), K = nC/G numbers in
@@ -129,7 +130,7 @@ def post_backward(gy: Tensor, x: Tensor, f: Tensor, post: Tensor, res: Tensor) -
         j = min(i + chunks.step, x.shape[0])
         g = g_in.read(i, j)
         torch.bmm(g, x_in.read(i, j).transpose(1, 2), out=gres[i:j])
-        torch.bmm(g, f_in.read(i, j).unsqueeze(2), out=gpost[i:j].unsqueeze(2))
+        torch.bmm(f_in.read(i, j).unsqueeze(1), g.transpose(1, 2), out=gpost[i:j].unsqueeze(1))
         torch.bmm(post[i:j].unsqueeze(1), g, out=gf_out.target(i, j).unsqueeze(1))
         torch.bmm(res[i:j].transpose(1, 2), g, out=gx_out.target(i, j))
         gf_out.store(i, j)
@@ -149,7 +150,7 @@ def pre_backward(gx, gh, glogits, x, fn, base, scale, z, r, per_stream: bool, ep
         j = min(i + chunks.step, tokens)
         xc, ghc, out = x_in.read(i, j), gh_in.read(i, j), gx_out.read(i, j)
         pre = _pre(torch.addcmul(base[:n], arranged[i:j, :n], factor[:n]), per_stream, eps)
-        g_pre = torch.bmm(xc, ghc.unsqueeze(2)).squeeze(2)
+        g_pre = torch.bmm(ghc.unsqueeze(1), xc.transpose(1, 2)).squeeze(1)
         glogits[i:j, :n] += g_pre if per_stream else g_pre * (pre - eps) * (1 + eps - pre)
         gzc = _arrange_backward(glogits[i:j] * factor, z[i:j], n, per_stream).view(-1, m)
         zc, rc = z[i:j].view(-1, m), r[i:j].view(-1, 1)

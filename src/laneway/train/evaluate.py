@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laneway.connections import StreamProbe
 from laneway.data.loader import evaluation_batches
@@ -26,20 +28,18 @@ class Evaluator:
     corpus: Corpus
     ranks: Ranks
 
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of the fixed validation batches; raises InputError where the text is too short for one."""
+        config, ranks = self.config, self.ranks
+        shape = config.model.context, config.batch_size, config.validation_batches
+        return evaluation_batches(self.corpus.validation, *shape, ranks.rank, ranks.world_size)
+
     def validation_loss(self) -> float:
         """Mean loss in nats per token over the fixed validation batches, shared among the ranks; the same on every rank."""
         sums = torch.zeros(2, dtype=torch.float64)
-        batches = evaluation_batches(
-            self.corpus.validation,
-            self.config.model.context,
-            self.config.batch_size,
-            self.config.validation_batches,
-            self.ranks.rank,
-            self.ranks.world_size,
-        )
         size = self.config.micro_batch(self.ranks.world_size)
         with self.parallel.looking():
-            for inputs, targets in batches:
+            for inputs, targets in self.batches():
                 for inputs_bt, targets_bt in zip(inputs.split(size), targets.split(size), strict=True):
                     logits_btv = self.parallel.model(inputs_bt.to(self.parallel.device))
                     total = token_loss(logits_btv, targets_bt.to(self.parallel.device), reduction="sum")
@@ -47,7 +47,7 @@ class Evaluator:
         total, count = self.ranks.sum(sums).tolist()
         return total / count
 
-    def probe(self, inputs_bt: torch.Tensor) -> dict[str, Any]:
+    def probe(self, inputs_bt: Tensor) -> dict[str, Any]:
         """What the streams do in one extra forward of this rank's first micro-batch: ``StreamProbe.summary()``.
 
         Only rank 0's row shows it, so the other ranks take part only where they must.

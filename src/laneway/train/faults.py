@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,13 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Handle the two signals inside the block; before and after, they do what they did."""
+        """Handle the two signals inside the block; before and after, they do what they did.
+
+        Python tells signals to the main thread alone: in another one this listens to nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
         def remember(number: int, frame: FrameType | None) -> None:

@@ -36,12 +36,21 @@ def claimed(folder: str | Path, resume: bool) -> Iterator[RunDirectory]:
             raise _taken(folder)
         yield RunDirectory(folder)
     finally:
+        if not (folder / "config.toml").exists():
+            _leave_nothing(folder)
         lock.close()
 
 
 def _taken(folder: Path) -> InputError:
     hint = f"continue it with `--resume --out {folder}`, or choose another --out"
     return InputError("out", str(folder), "a folder that holds no run yet", hint)
+
+
+def _leave_nothing(folder: Path) -> None:
+    """Remove a folder in which no run began (its text was unusable, say), unless it holds something else."""
+    (folder / LOCK).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _lock(folder: Path) -> IO[str]:
@@ -58,11 +67,18 @@ def _lock(folder: Path) -> IO[str]:
         lock.close()
         hint = "wait for it, stop it, or choose another --out"
         raise InputError("out", str(folder), "a run directory no process is using", f"process {owner} is writing to it; {hint}") from None
+    if not _same_file(lock, folder / LOCK):  # its owner removed it between our opening and locking it
+        lock.close()
+        return _lock(folder)
     lock.seek(0)
     lock.truncate()
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
+
+
+def _same_file(lock: IO[str], path: Path) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
 
 
 def free_folder(wanted: str | Path) -> Path:

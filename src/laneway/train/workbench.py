@@ -48,7 +48,9 @@ def build(config: TrainConfig, ranks: Ranks) -> Workbench:
     optimizer = make_optimizer(parallel, config.optimizer)
     stepper = Stepper(parallel, optimizer, ranks, config.micro_batch(ranks.world_size), config.optimizer.clip_norm)
     seed_all(config.seed + ranks.rank)
-    return Workbench(corpus, loader, parallel, optimizer, stepper, Evaluator(config, parallel, corpus, ranks), parameters)
+    evaluator = Evaluator(config, parallel, corpus, ranks)
+    evaluator.batches()  # too little text must show now, not at the first validation
+    return Workbench(corpus, loader, parallel, optimizer, stepper, evaluator, parameters)
 
 
 def make_optimizer(parallel: Parallel, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -22,7 +22,18 @@ _HOME = {
     "Extension": "laneway.core",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = [
+    "Extension",
+    "HyperConnection",
+    "InputError",
+    "LanewayError",
+    "StreamProbe",
+    "StreamReadout",
+    "__version__",
+    "expand_streams",
+    "param_groups",
+    "shard_connections",
+]
 
 if TYPE_CHECKING:
     from laneway.connections import (

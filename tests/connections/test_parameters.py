@@ -98,7 +98,7 @@ def test_deepcopy_is_independent():
     assert site.fn.any()
 
 
-@pytest.fixture()
+@pytest.fixture
 def one_rank(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))

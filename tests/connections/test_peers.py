@@ -48,7 +48,9 @@ def test_bf16_differs_by_their_rounding_only():
     site = random_site(64, 4, cap=None, eps=1e-6, norm_eps=1e-6)
     x, gy, branch = torch.randn(200, 4, 64).bfloat16(), torch.randn(200, 4, 64).bfloat16(), branch_for(64)
     want = run_reference(site, x, branch, gy)
-    for name, ours, theirs, exact in list(zip(NAMES, run(site, x, branch, gy), run_v4(v4_module(site), x, branch, gy), want, strict=True))[:3]:
+    for name, ours, theirs, exact in list(
+        zip(NAMES, run(site, x, branch, gy), run_v4(v4_module(site), x, branch, gy), want, strict=True)
+    )[:3]:
         assert rms_error(ours, exact) <= 1.2 * rms_error(theirs, exact), name
 
 

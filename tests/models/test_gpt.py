@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import laneway as lw
-from laneway.models.gpt import RESIDUALS, GPT, GPTConfig, rotary_table, rotate
+from laneway.models.gpt import GPT, RESIDUALS, GPTConfig, rotary_table, rotate
 
 SMALL = {"dim": 32, "layers": 2, "heads": 2, "context": 16}
 

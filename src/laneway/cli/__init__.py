@@ -21,7 +21,8 @@ VERBS = {
 def _overview() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {what}" for name, what in VERBS.items())
-    return f"usage: laneway VERB [options]\n\n{verbs}\n\n`laneway VERB --help` shows a verb's options; `laneway --version` the version."
+    hint = "`laneway VERB --help` shows a verb's options; `laneway --version` the version."
+    return f"usage: laneway VERB [options]\n\n{verbs}\n\n{hint}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -97,6 +97,7 @@ class HyperConnection(WideParameters):
         self.base.copy_(torch.cat([pre, post, self.res.start]))
 
     def extra_repr(self) -> str:
+        """What ``print(module)`` shows."""
         if self.disabled:
             return f"dim={self.dim}, streams={self.streams}, disabled"
         return f"dim={self.dim}, streams={self.streams}, manifold={self.manifold!r}, site={self.site}, cap={self.cap}"
@@ -212,6 +213,7 @@ class StreamReadout(WideParameters):
             self.base.copy_(start.logit(start.readout_weights(self.streams) - self.eps))
 
     def extra_repr(self) -> str:
+        """What ``print(module)`` shows."""
         return f"dim={self.dim}, streams={self.streams}, kind={self.kind!r}"
 
     def forward(self, x: Tensor) -> Tensor:

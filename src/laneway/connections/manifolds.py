@@ -37,9 +37,10 @@ class Manifold(nn.Module):
 
     def __init__(self, streams: int, start: Tensor) -> None:
         super().__init__()
-        self.streams, self.logits, self.start = streams, len(start), start
+        self.streams, self.logits, self.start = streams, start.shape[0], start
 
     def extra_repr(self) -> str:
+        """What ``print(module)`` shows."""
         return f"streams={self.streams}, logits={self.logits}"
 
 
@@ -80,11 +81,11 @@ class Kronecker(Manifold):
     def __init__(self, streams: int) -> None:
         parts = [Mixture(factor) for factor in factors(streams)]
         super().__init__(streams, torch.cat([part.start for part in parts]))
-        self.parts = nn.ModuleList(parts)
+        self.parts, self.widths = nn.ModuleList(parts), [part.logits for part in parts]
 
     def forward(self, h: Tensor) -> Tensor:
         """[N, Σ p!] → [N, n, n], exactly doubly stochastic."""
-        pieces = h.split([len(part.start) for part in self.parts], dim=-1)
+        pieces = h.split(self.widths, dim=-1)
         return reduce(_kron, (part(piece) for part, piece in zip(self.parts, pieces, strict=True)))
 
 

@@ -64,7 +64,8 @@ def pre_mix(
     """The sub-layer's input and the logits of every map: all that depends on a site's parameters.
 
     x […, n, C], fn [m, nC/groups], base [w], scale [3] (or [1], for H_pre alone) → h […, C], logits [N, w] laid out pre,
-    post, res, carry […, n, C], and for the backward z [N, groups·m] and r [N, groups]. per_stream: HC, every stream is a group; else one.
+    post, res, carry […, n, C], and for the backward z [N, groups·m] and r [N, groups].
+    per_stream: every stream is a group of its own (HC); else vec(x) is the only one.
     """
     h, logits, z, r = eager.pre_forward(_flat(x, 2), fn, base, scale, per_stream, norm_eps, eps)
     return _unflat(h, x.shape[:-2] + x.shape[-1:]), logits, _token(x), z, r

@@ -59,7 +59,9 @@ def param_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, 
 
     if not weight_decay >= 0:
         raise InputError("weight_decay", weight_decay, "a number ≥ 0")
-    exempt = {id(p) for module in model.modules() if isinstance(module, WideParameters | nn.Embedding) for p in module.parameters()}
+    exempt = {
+        id(p) for module in model.modules() if isinstance(module, WideParameters | nn.Embedding) for p in module.parameters()
+    }
     decay, keep = [], []
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laneway.connections import HyperConnection, StreamReadout, expand_streams, expand_spread
+from laneway.connections import HyperConnection, StreamReadout, expand_spread, expand_streams
 from laneway.core import InputError, choice, positive_int
 
 # The residual choices by their usual names, and the manifold of H_res that each stands for.
@@ -207,7 +207,9 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.head.weight = self.embedding.weight
-        self.register_buffer("rotary", rotary_table(config.context, config.dim // config.heads, config.rope_base), persistent=False)
+        self.register_buffer(
+            "rotary", rotary_table(config.context, config.dim // config.heads, config.rope_base), persistent=False
+        )
         self.rotary: Tensor
         self._initialise()
 

@@ -139,7 +139,10 @@ def post_backward(gy: Tensor, x: Tensor, f: Tensor, post: Tensor, res: Tensor) -
 
 
 def pre_backward(gx, gh, glogits, x, fn, base, scale, z, r, per_stream: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds to ``gx`` [N, n, C], in place, all that reaches x through h and the logits. Returns the gradients of fn, base, scale."""
+    """Adds to ``gx`` [N, n, C], in place, all that reaches x through h and the logits.
+
+    Returns the gradients of fn, base and scale.
+    """
     tokens, n, c = x.shape
     dtype, m, k = z.dtype, *fn.shape
     glogits, gfn = glogits.clone(), torch.zeros(m, k, dtype=dtype, device=x.device)

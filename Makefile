@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
 
-.PHONY: train test test-slow lint types imports docs bench clean
+.PHONY: train test test-slow lint types imports docs figures bench clean
 
 train: $(VENV)/.run-ready
 	$(BIN)/laneway train
@@ -27,7 +27,12 @@ imports: $(VENV)/.dev-ready
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.dev-ready
-	$(BIN)/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
+# README's picture and figures, from the rows in benchmarks/results.
+figures: $(VENV)/.dev-ready
+	$(BIN)/python docs/hooks/picture.py
+	$(BIN)/python docs/hooks/readme.py
 
 bench: $(VENV)/.dev-ready
 	$(BIN)/laneway bench layer --quick

@@ -1,0 +1,195 @@
+"""The only way a measured figure gets into the documentation: a directive that names a row of a committed CSV file.
+
+    {{ figure("layer", "speedup", "{:.1f} ×", variant="ours", dtype="bf16") }}    one value of the one row that fits
+    {{ table("layer", ["variant", ("wall_ms", "median, ms", "{:.1f}")], dtype="bf16") }}    all rows that fit
+    {{ source("layer") }}    file, date, versions and machine of the newest rows
+    {{ when("layer") }} … {{ otherwise() }} … {{ end() }}    the first part once the file exists, until then the second
+    {{ rules("run") }}, {{ rules("machine") }}    what `laneway doctor` looks for, from its own source
+
+The first argument names a file in benchmarks/results. Conditions compare with a cell; a list means any of its values, and
+None an empty cell. A format sees the value as {} and every other cell of the row by its column's name. Where a file holds
+several dates, the newest rows that fit count. No row, or for ``figure`` more than one: MeasuredError, and the build fails.
+In code, directives are left alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+# Code first, so that a directive in code is taken for code.
+_PARTS = re.compile(
+    r"(?P<code>^(?P<fence>```+|~~~+).*?^(?P=fence)[ \t]*$|`[^`\n]+`)|\{\{(?P<call>.*?)\}\}", re.DOTALL | re.MULTILINE
+)
+
+Cell = str | int | float | None
+Row = dict[str, Cell]
+
+
+class MeasuredError(Exception):
+    """A directive that can't be resolved: where, which, and why."""
+
+
+def render(text: str, where: str, results: Path = RESULTS) -> str:
+    """``text`` with every directive replaced.
+
+    Args:
+        text: Markdown.
+        where: what the text is called in error messages.
+        results: folder of the CSV files.
+
+    Raises:
+        MeasuredError: a directive is malformed, or no row fits it.
+    """
+    out: list[str] = []
+    branch: list[bool] = []  # of the open ``when``: whether what follows is shown
+    end = 0
+    for match in _PARTS.finditer(text):
+        showing = all(branch)
+        if showing:
+            out.append(text[end : match.start()])
+        end = match.end()
+        if match["code"] is not None:
+            out += [match["code"]] if showing else []
+            continue
+        try:
+            name, given, named = _parse(match["call"])
+            if name in ("when", "otherwise", "end"):
+                _switch(branch, name, given, results)
+            elif showing:
+                out.append(_DIRECTIVES[name](results, *given, **named))
+        except (MeasuredError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise MeasuredError(f"{where}: {{{{{match['call']}}}}}: {error}") from error
+    if branch:
+        raise MeasuredError(f"{where}: a when() without its end()")
+    return "".join([*out, text[end:]])
+
+
+def _parse(call: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name and literal arguments of a directive; nothing is evaluated."""
+    try:
+        node = ast.parse(call.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise MeasuredError(f"not a directive ({error.msg})") from error
+    known = [*_DIRECTIVES, "when", "otherwise", "end"]
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known):
+        raise MeasuredError(f"accepted: a call of {', '.join(known)}")
+    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
+    return node.func.id, [ast.literal_eval(item) for item in node.args], named
+
+
+def _switch(branch: list[bool], name: str, given: list[Any], results: Path) -> None:
+    if name == "when":
+        if branch:
+            raise MeasuredError("a when() inside another one")
+        branch.append(all(_path(results, item).is_file() for item in given))
+    elif not branch:
+        raise MeasuredError(f"{name}() without a when()")
+    elif name == "otherwise":
+        branch[0] = not branch[0]
+    else:
+        branch.pop()
+
+
+def _path(results: Path, name: str) -> Path:
+    return results / f"{name}.csv"
+
+
+def read(name: str, results: Path = RESULTS) -> list[Row]:
+    """All rows of ``benchmarks/results/NAME.csv``; numbers as numbers, empty cells as None."""
+    path = _path(results, name)
+    if not path.is_file():
+        raise MeasuredError(f"there is no benchmarks/results/{path.name}")
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{key: _cell(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def _cell(text: str | None) -> Cell:
+    if text is None or text == "":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def select(rows: list[Row], columns: list[str], where: dict[str, Any]) -> list[Row]:
+    """The rows that fit ``where``, of the newest date only; raises MeasuredError where a column or every row is missing."""
+    known = list(rows[0]) if rows else []
+    for column in [*columns, *where]:
+        if column not in known:
+            raise MeasuredError(f"no column {column!r}; there are {', '.join(map(str, known))}")
+    fit = [row for row in rows if all(_fits(row[key], wanted) for key, wanted in where.items())]
+    if not fit:
+        raise MeasuredError("no row fits")
+    newest = max(str(row.get("date")) for row in fit)
+    return [row for row in fit if str(row.get("date")) == newest]
+
+
+def _fits(value: Cell, wanted: Any) -> bool:
+    return value in wanted if isinstance(wanted, list) else value == wanted
+
+
+def show(row: Row, column: str, form: str) -> str:
+    """One cell as text; an empty one is a dash."""
+    value = row[column]
+    return "–" if value is None else form.format(value, **{str(key): cell for key, cell in row.items()})
+
+
+def figure(results: Path, name: str, column: str, form: str = "{}", **where: Any) -> str:
+    """One value of the one row that fits."""
+    rows = select(read(name, results), [column], where)
+    if len(rows) != 1:
+        raise MeasuredError(f"{len(rows)} rows fit; name more conditions")
+    if rows[0][column] is None:
+        raise MeasuredError(f"the row has no {column}")
+    return show(rows[0], column, form)
+
+
+def table(results: Path, name: str, columns: list[Any], **where: Any) -> str:
+    """A Markdown table of the rows that fit. A column is a name, (name, heading) or (name, heading, format)."""
+    full = [(item, item, "{}") if isinstance(item, str) else (*item, "{}")[:3] for item in columns]
+    rows = select(read(name, results), [column for column, _, _ in full], where)
+    numeric = [all(not isinstance(row[column], str) for row in rows) for column, _, _ in full]
+    lines = [[heading for _, heading, _ in full], ["---:" if right else "---" for right in numeric]]
+    lines += [[show(row, column, form) for column, _, form in full] for row in rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def source(results: Path, name: str, **where: Any) -> str:
+    """Where the newest rows of a file come from: the file and every column that says something about the machine."""
+    rows = select(read(name, results), [], where)
+    told = []
+    for column in ("date", "version", "laneway", "torch", "machine", "cpu", "device_name", "cores"):
+        values = sorted({str(row[column]) for row in rows if row.get(column) is not None})
+        if values:
+            told.append(f"{column} {', '.join(values)}")
+    return f"benchmarks/results/{name}.csv" + (f" ({'; '.join(told)})" if told else "")
+
+
+def rules(_results: Path, kind: str) -> str:
+    """A table of doctor's rules over a ``run`` or the ``machine``: name and limit, with its reason."""
+    from laneway.doctor import advice
+    from laneway.doctor import rules as run_rules
+
+    kinds = {"run": run_rules.RULES, "machine": advice.MACHINE_RULES}
+    if kind not in kinds:
+        raise MeasuredError(f"accepted: {', '.join(kinds)}")
+    return "\n".join(
+        ["| rule | fires at |", "| --- | --- |", *(f"| `{rule.name}` | {_escaped(rule.threshold)} |" for rule in kinds[kind])]
+    )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("H_", "H\\_")
+
+
+_DIRECTIVES: dict[str, Callable[..., str]] = {"figure": figure, "table": table, "source": source, "rules": rules}

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+import torch
 
 from laneway.cli import main
 from laneway.report import load_runs, render
@@ -16,6 +17,8 @@ def runs(tmp_path_factory):
     words = ["stream", "tier", "level", "axis", "site", "mix", "read", "write"]
     choose = random.Random(0)
     (base / "text.txt").write_text(" ".join(choose.choice(words) for _ in range(20_000)), "utf-8")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a network only waits for more
     for residual in ("mhc", "residual"):
         flags = {
             "steps": 24, "batch-size": 4, "probe-every": 6, "validate-every": 12, "sample-tokens": 8, "checkpoint-every": 12,
@@ -24,6 +27,7 @@ def runs(tmp_path_factory):
         }  # fmt: skip
         arguments = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
         assert main(["train", "tiny", "--out", str(base / residual), "--json", *arguments]) == 0
+    torch.set_num_threads(threads)
     return base / "mhc", base / "residual"
 
 

@@ -93,7 +93,8 @@ def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
     power = 10.0 ** math.floor(math.log10(span / count))
     step = min((power * m for m in (1, 2, 5, 10)), key=lambda s: abs(span / s - count))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [0.0 if k == 0 else float(f"{k * step:.12g}") for k in range(first, last + 1)]
+    # Fifteen digits drop the rounding of k · step; ticks that they make equal lie closer than floats of this size resolve.
+    return list(dict.fromkeys(0.0 if k == 0 else float(f"{k * step:.15g}") for k in range(first, last + 1)))
 
 
 def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -113,16 +114,19 @@ def tick_label(value: float, step: float | None = None) -> str:
 
     Args:
         value: the tick.
-        step: distance to the next tick on a linear axis; all labels below a thousand get the decimals it needs.
+        step: distance to the next tick on a linear axis; all labels get the decimals it needs.
     """
     if value == 0:
         return "0"
     if not 1e-3 <= abs(value) < 1e18:
         return scientific(value)
     factor, prefix = next(((f, p) for f, p in SI_PREFIXES if abs(value) >= f), (1.0, ""))
-    if step is None or factor > 1:
+    if step is None:
         return (f"{value / factor:.4g}" + prefix).replace("-", "−")
-    return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}".replace("-", "−")
+    text = f"{value / factor:.{max(0, -math.floor(math.log10(step / factor) + 1e-9))}f}"
+    if factor > 1 and "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return (text + prefix).replace("-", "−")
 
 
 def scientific(value: float) -> str:

@@ -1,4 +1,4 @@
-"""A corpus of a few kilobytes and a run that takes seconds, for everything that trains in a test."""
+"""A run that takes seconds, with everything switched on."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ from laneway.data.text import TextDataConfig
 from laneway.models.gpt import GPTConfig
 from laneway.train.config import OptimizerConfig, TrainConfig
 
-WORDS = "the stream runs over wide stones and the lane keeps every number in its place while rows sum to one".split()
-
-
-def pseudo_text(size: int, seed: int = 1) -> str:
-    """Sentences from a linear congruential generator: the same on every machine and in every version."""
-    state, parts, length = seed, [], 0
-    while length < size:
-        state = (state * 1103515245 + 12345) % 2**31
-        word = WORDS[state // 65536 % len(WORDS)]
-        parts.append(word + (".\n" if state // 65536 % 11 == 0 else " "))
-        length += len(parts[-1])
-    return "".join(parts)
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -34,13 +21,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(pseudo_text(40_000), "utf-8")
-    return path
 
 
 @pytest.fixture

@@ -1,0 +1,28 @@
+"""A small text that is the same everywhere, for whatever trains in a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+WORDS = "the stream runs over wide stones and the lane keeps every number in its place while rows sum to one".split()
+
+
+def pseudo_text(size: int, seed: int = 1) -> str:
+    """Sentences from a linear congruential generator: the same on every machine and in every version."""
+    state, parts, length = seed, [], 0
+    while length < size:
+        state = (state * 1103515245 + 12345) % 2**31
+        word = WORDS[state // 65536 % len(WORDS)]
+        parts.append(word + (".\n" if state // 65536 % 11 == 0 else " "))
+        length += len(parts[-1])
+    return "".join(parts)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty kilobytes of text; token shards may go into the folder ``cache`` beside it."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(pseudo_text(40_000), "utf-8")
+    return path

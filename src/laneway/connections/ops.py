@@ -76,12 +76,16 @@ def _(x, fn, base, scale, per_stream, norm_eps, eps):
     groups = x.shape[-2] if per_stream else 1
     tokens, dtype = math.prod(x.shape[:-2]), eager.compute_dtype(x.dtype)
     logits, z, r = (x.new_empty(tokens, width, dtype=dtype) for width in (base.shape[0], groups * fn.shape[0], groups))
-    return x.new_empty(*x.shape[:-2], x.shape[-1]), logits, _token(x), z, r
+    carry = torch.empty_strided(x.shape, [0] * x.ndim, dtype=x.dtype, device=x.device)
+    return x.new_empty(*x.shape[:-2], x.shape[-1]), logits, carry, z, r
 
 
 def _token(x: Tensor) -> Tensor:
-    """A tensor with the shape of x and the storage of one number."""
-    return torch.empty_strided(x.shape, [0] * x.ndim, dtype=x.dtype, device=x.device).zero_()
+    """A tensor with the shape of x and the storage of one number, a zero."""
+    token = torch.empty_strided(x.shape, [0] * x.ndim, dtype=x.dtype, device=x.device)
+    if x.numel():
+        token.as_strided((), ()).zero_()  # filling the whole shape would write that one number x.numel() times
+    return token
 
 
 @torch.library.custom_op("laneway::pre_mix_backward", mutates_args={"gx"})

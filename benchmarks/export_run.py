@@ -41,7 +41,10 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+    """Floats rounded; whole ones (steps, bytes) as the integers they are."""
+    if not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
 
 
 def write(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
     {{ figure("layer", "speedup", "{:.1f} ×", variant="ours", dtype="bf16") }}    one value of the one row that fits
     {{ table("layer", ["variant", ("wall_ms", "median, ms", "{:.1f}")], dtype="bf16") }}    all rows that fit
+    {{ table("layer") }}    the same with every column but those that ``source`` tells
     {{ source("layer") }}    file, date, versions and machine of the newest rows
     {{ when("layer") }} … {{ otherwise() }} … {{ end() }}    the first part once the file exists, until then the second
     {{ rules("run") }}, {{ rules("machine") }}    what `laneway doctor` looks for, from its own source
@@ -27,6 +28,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 _PARTS = re.compile(
     r"(?P<code>^(?P<fence>```+|~~~+).*?^(?P=fence)[ \t]*$|`[^`\n]+`)|\{\{(?P<call>.*?)\}\}", re.DOTALL | re.MULTILINE
 )
+
+# Columns that say where and when a row was measured.
+PROVENANCE = ("date", "version", "laneway", "torch", "python", "machine", "cpu", "device_name", "cores")
 
 Cell = str | int | float | None
 Row = dict[str, Cell]
@@ -154,21 +158,27 @@ def figure(results: Path, name: str, column: str, form: str = "{}", **where: Any
     return show(rows[0], column, form)
 
 
-def table(results: Path, name: str, columns: list[Any], **where: Any) -> str:
+def table(results: Path, name: str, columns: list[Any] | None = None, **where: Any) -> str:
     """A Markdown table of the rows that fit. A column is a name, (name, heading) or (name, heading, format)."""
-    full = [(item, item, "{}") if isinstance(item, str) else (*item, "{}")[:3] for item in columns]
+    full = [(item, item, "{}") if isinstance(item, str) else (*item, "{}")[:3] for item in columns or []]
     rows = select(read(name, results), [column for column, _, _ in full], where)
+    full = full or [(column, column, _plain_form(rows, column)) for column in rows[0] if column not in PROVENANCE]
     numeric = [all(not isinstance(row[column], str) for row in rows) for column, _, _ in full]
     lines = [[heading for _, heading, _ in full], ["---:" if right else "---" for right in numeric]]
     lines += [[show(row, column, form) for column, _, form in full] for row in rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def _plain_form(rows: list[Row], column: str) -> str:
+    """Four digits for a column that holds fractions."""
+    return "{:.4g}" if any(isinstance(row[column], float) for row in rows) else "{}"
+
+
 def source(results: Path, name: str, **where: Any) -> str:
     """Where the newest rows of a file come from: the file and every column that says something about the machine."""
     rows = select(read(name, results), [], where)
     told = []
-    for column in ("date", "version", "laneway", "torch", "machine", "cpu", "device_name", "cores"):
+    for column in PROVENANCE:
         values = sorted({str(row[column]) for row in rows if row.get(column) is not None})
         if values:
             told.append(f"{column} {', '.join(values)}")

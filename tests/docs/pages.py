@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import measured
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<code>.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -23,6 +25,12 @@ def blocks(page: Path, *languages: str) -> list[str]:
 def prose(page: Path) -> str:
     """The text without code and directives."""
     return re.sub(r"\{\{.*?\}\}|`[^`\n]*`", "", _FENCE.sub("", page.read_text("utf-8")))
+
+
+def rendered(page: Path) -> str:
+    """The page as a reader gets it, without code."""
+    text = measured.render(page.read_text("utf-8"), name(page))
+    return re.sub(r"`[^`\n]*`", "", _FENCE.sub("", text))
 
 
 def handwritten(page: Path) -> str:

@@ -45,6 +45,12 @@ def test_a_table_has_headings_alignment_and_dashes(results):
     ]
 
 
+def test_a_table_without_columns_has_all_but_those_of_the_source(results):
+    lines = show('{{ table("layer", dtype="fp32") }}', results).splitlines()
+    assert lines[0] == "| variant | dtype | wall_ms | wall_ms_q1 |"
+    assert lines[2:] == ["| ours | fp32 | 31.25 | 30 |", "| peer | fp32 | 80 | 79 |"]
+
+
 def test_source_names_the_file_and_the_machine(results):
     assert show('{{ source("layer") }}', results) == "benchmarks/results/layer.csv (date 2026-02-01; version 0.1.0; machine X)"
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from pages import PAGES, ROOT, blocks, commands, handwritten, inline, name, prose
+from pages import PAGES, ROOT, blocks, commands, handwritten, inline, name, rendered
 
 from laneway.cli import VERBS
 
@@ -41,7 +41,7 @@ def test_the_scan_for_figures_finds_them():
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page):
-    for text, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", prose(page)):
+    for text, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", rendered(page)):
         path, _, anchor = target.partition("#")
         if path.startswith(("http:", "https:")):
             assert page.name == "CHANGELOG.md", f"{target}: pages link to what is in the repository"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-WORDS = "the stream runs over wide stones and the lane keeps every number in its place while rows sum to one".split()
+SENTENCE = "the stream runs over wide stones and the lane keeps every number in its place while rows sum to one"
+WORDS = SENTENCE.split()
 
 
 def pseudo_text(size: int, seed: int = 1) -> str:
@@ -26,3 +29,12 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(pseudo_text(40_000), "utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tests share the machine; one thread is also what makes sums come out the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""``python -m laneway`` is the command ``laneway``; so torchrun can start it: ``torchrun --nproc-per-node 2 -m laneway train``."""
+"""``python -m laneway`` is the command ``laneway``, so torchrun can start it: ``torchrun --nproc-per-node 2 -m laneway …``."""
 
 import sys
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from laneway.data.text import TextDataConfig
 from laneway.models.gpt import GPTConfig
 from laneway.train.config import OptimizerConfig, TrainConfig
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread():
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
     """As the started processes have: sums then come in the same order within each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Run by torchrun: trains the same configuration in several ways, one after the other, in one process group.
 
-    torchrun --nproc-per-node 2 curves.py CONFIG.toml FOLDER
+torchrun --nproc-per-node 2 curves.py CONFIG.toml FOLDER
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Facts:
         """Note the dtypes that the first site and the first sub-layer really compute in."""
         site = next(module for module in model.modules() if isinstance(module, HyperConnection))
         ffn = next(module for module in model.modules() if type(module).__name__ == "SwiGLU")
-        site.register_forward_hook(lambda module, args, _: self.seen.update(maps=str(module.fn.dtype), streams=str(args[0].dtype)))
+        site.register_forward_hook(
+            lambda module, args, _: self.seen.update(maps=str(module.fn.dtype), streams=str(args[0].dtype))
+        )
         ffn.register_forward_hook(lambda module, _, output: self.seen.update(ffn=str(output.dtype)))
 
     def count(self, ddp: DistributedDataParallel) -> None:

@@ -94,5 +94,8 @@ def test_every_rank_has_its_rows_and_the_same_losses(curves, way):
 def test_shared_files_are_written_once(curves, way):
     kinds = [event["kind"] for event in RunDirectory(curves / way).read_events()]
     assert kinds == ["start", "sample", "checkpoint", "checkpoint", "sample", "finish"]
-    samples = [[event["text"] for event in RunDirectory(curves / name).read_events() if event["kind"] == "sample"] for name in (way, "one")]
+    samples = [
+        [event["text"] for event in RunDirectory(curves / name).read_events() if event["kind"] == "sample"]
+        for name in (way, "one")
+    ]
     assert samples[0] == samples[1]

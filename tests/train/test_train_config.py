@@ -74,7 +74,9 @@ def test_missing_text_is_a_problem_of_its_field(change):
     assert fields_of(change(data={"tokenizer": "bite"}).problems()) == ["data.tokenizer"]
 
 
-@pytest.mark.parametrize(("ranks", "micro", "wrong"), [(1, None, None), (2, 4, None), (3, None, "batch_size"), (4, 4, "micro_batch_size")])
+@pytest.mark.parametrize(
+    ("ranks", "micro", "wrong"), [(1, None, None), (2, 4, None), (3, None, "batch_size"), (4, 4, "micro_batch_size")]
+)
 def test_the_batch_divides_among_ranks_and_micro_batches(change, ranks, micro, wrong):
     assert fields_of(change(micro_batch_size=micro).problems(ranks)) == ([wrong] if wrong else [])
 

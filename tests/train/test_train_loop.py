@@ -249,7 +249,7 @@ def test_too_many_bad_steps_stop_the_run_and_keep_the_last_good_checkpoint(chang
 
 
 def test_a_wrong_field_leaves_nothing_behind(change, tmp_path):
-    with pytest.raises(InputError, match="optimizer.lr"):
+    with pytest.raises(InputError, match=r"optimizer\.lr"):
         quiet(change(optimizer={"lr": -1.0}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

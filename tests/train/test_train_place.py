@@ -73,7 +73,7 @@ def test_an_earlier_run_is_not_written_over(tmp_path):
 
 
 def test_resuming_nothing_is_refused(tmp_path):
-    with pytest.raises(InputError, match="resume: got .*leave --resume out"), claimed(tmp_path / "none", resume=True):
+    with pytest.raises(InputError, match=r"resume: got .*leave --resume out"), claimed(tmp_path / "none", resume=True):
         pytest.fail("resumed nothing")
     assert not (tmp_path / "none").exists()
 

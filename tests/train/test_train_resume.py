@@ -1,4 +1,4 @@
-"""Going on is exact: twenty steps are ten, a new process and ten more, bit for bit; and another run is not mistaken for this one."""
+"""Going on is exact: twenty steps are ten, a new start and ten more, bit for bit; and no other run is mistaken for this one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from laneway.train.loop import train
 from laneway.train.settings import to_toml
 
 
-class Interrupt(Exception):
+class CrashError(Exception):
     """Ends a run from inside, as a crash would."""
 
 
@@ -41,7 +41,7 @@ class Dice:
 
     def on_backward_end(self, step: int) -> None:
         if step == self.crash_at:
-            raise Interrupt
+            raise CrashError
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
         metrics["sum"] = self.sum
@@ -90,7 +90,7 @@ def test_twenty_steps_are_ten_and_ten(change, tmp_path, changes):
     config = change(**changes)
     whole, crashing, resumed = Dice(), Dice(crash_at=13), Dice()
     go(config, tmp_path / "whole", extensions=[whole])
-    with pytest.raises(Interrupt):
+    with pytest.raises(CrashError):
         go(config, tmp_path / "parts", extensions=[crashing])
     go(config, tmp_path / "parts", extensions=[resumed], resume=True)
     assert resumed.draws == whole.draws[10:]
@@ -124,7 +124,7 @@ def test_a_killed_process_goes_on_exactly(change, tmp_path):
 
 
 def crash(config: TrainConfig, out: Path, step: int = 8) -> None:
-    with pytest.raises(Interrupt):
+    with pytest.raises(CrashError):
         go(config, out, extensions=[Dice(crash_at=step)])
 
 
@@ -143,7 +143,12 @@ def test_another_configuration_is_refused_with_the_difference(change, tmp_path):
 def test_how_often_it_looks_may_change(change, tmp_path):
     go(change(), tmp_path / "whole", extensions=[Dice()])
     crash(change(), tmp_path / "run")
-    go(change(log_every=1, probe_every=0, validate_every=7, checkpoint_every=3, sample_tokens=0), tmp_path / "run", extensions=[Dice()], resume=True)
+    go(
+        change(log_every=1, probe_every=0, validate_every=7, checkpoint_every=3, sample_tokens=0),
+        tmp_path / "run",
+        extensions=[Dice()],
+        resume=True,
+    )
     losses = [[row["loss"] for row in figures(tmp_path / name)] for name in ("run", "whole")]
     assert losses[0] == losses[1]
     assert "notice" not in [event["kind"] for event in RunDirectory(tmp_path / "run").read_events()]

@@ -1,5 +1,7 @@
 """Warm-up, peak, floor, and nothing strange between."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def test_it_rises_then_falls_and_stays_in_its_bounds(steps, warmup, floor):
     config = OptimizerConfig(lr=1.0, warmup=warmup, floor=floor)
     rates = [learning_rate(config, step, steps) for step in range(1, steps + 1)]
     peak = rates.index(max(rates))
-    assert all(a < b for a, b in zip(rates[:peak], rates[1 : peak + 1], strict=True))
-    assert all(a >= b for a, b in zip(rates[peak:], rates[peak + 1 :], strict=False))
+    assert all(a < b for a, b in pairwise(rates[: peak + 1]))
+    assert all(a >= b for a, b in pairwise(rates[peak:]))
     assert all(0 <= rate <= 1 + 1e-12 for rate in rates)
     assert rates[-1] == pytest.approx(floor if steps > int(warmup * steps) else 1.0)

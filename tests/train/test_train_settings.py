@@ -102,7 +102,9 @@ def test_flatten_has_every_leaf():
     assert not any(dataclasses.is_dataclass(value) for value in flat.values())
 
 
-@pytest.mark.parametrize(("content", "words"), [(None, "No such file"), (b"a = = 1", "TOML"), (b"\xff\xfe", "TOML"), (b"[model\n", "TOML")])
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "No such file"), (b"a = = 1", "TOML"), (b"\xff\xfe", "TOML"), (b"[model\n", "TOML")]
+)
 def test_unreadable_files_are_refused(tmp_path, content, words):
     path = tmp_path / "c.toml"
     if content is not None:

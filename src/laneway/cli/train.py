@@ -134,6 +134,5 @@ def last_lines(result: TrainResult) -> str:
     if result.stopped:
         return f"stopped by {result.stopped} after step {result.steps}; go on: laneway train --resume --out {result.run}"
     figures = f"val loss {result.val_loss:.4f} nats/token, {result.val_bits_per_byte:.3f} bits/byte"
-    return f"{figures} after {result.steps} steps in {duration(result.seconds)}; run in {result.run}; next: laneway report {result.run}"
-
-
+    where = f"run in {result.run}; next: laneway report {result.run}"
+    return f"{figures} after {result.steps} steps in {duration(result.seconds)}; {where}"

@@ -30,7 +30,10 @@ def describe_environment(ranks: Ranks) -> dict[str, Any]:
     """Machine, versions and command, in plain JSON types."""
     device: dict[str, Any] = {"type": ranks.device.type}
     if ranks.device.type == "cuda":
-        device |= {"name": torch.cuda.get_device_name(ranks.device), "bytes": torch.cuda.get_device_properties(ranks.device).total_memory}
+        device |= {
+            "name": torch.cuda.get_device_name(ranks.device),
+            "bytes": torch.cuda.get_device_properties(ranks.device).total_memory,
+        }
     return {
         "laneway": laneway.__version__,
         "torch": torch.__version__,

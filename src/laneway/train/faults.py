@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -22,7 +22,7 @@ class StopRequest:
         self.name: str | None = None
 
     @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
+    def listening(self) -> Generator[StopRequest]:
         """Handle the two signals inside the block; before and after, they do what they did.
 
         Python tells signals to the main thread alone: in another one this listens to nothing.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from laneway.train.config import TrainConfig
 from laneway.train.environment import describe_environment
 from laneway.train.faults import NonfiniteGuard, StopRequest
 from laneway.train.metrics import MetricsWriter, StepClock, peak_bytes, plain
+from laneway.train.parallel import resolve
 from laneway.train.place import claimed, free_folder
 from laneway.train.progress import Display
 from laneway.train.ranks import Ranks, ranks_of_run
@@ -79,15 +80,18 @@ def train(
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, logit_cap=0.0))
     with StopRequest().listening() as stop, ranks_of_run(config.device) as ranks:
         config.check(ranks.world_size)
+        resolve(config.parallel, ranks.world_size)
         display = Display(config.steps, enabled=ranks.first and console is not None, to_stderr=console == "stderr")
         with _folder(ranks, Path(out), resume, spare) as run:
             layout = ranks.together(lambda: check_same_run(run, config) if resume else [])
             # In one expression: no name here keeps the model alive when the processes part.
-            return _Training(config, run, ranks, build(config, ranks), list(extensions), display, stop, started).run(resume, layout)
+            return _Training(config, run, ranks, build(config, ranks), list(extensions), display, stop, started).run(
+                resume, layout
+            )
 
 
 @contextmanager
-def _folder(ranks: Ranks, out: Path, resume: bool, spare: bool) -> Iterator[RunDirectory]:
+def _folder(ranks: Ranks, out: Path, resume: bool, spare: bool) -> Generator[RunDirectory]:
     """The run directory, held by rank 0 for as long as the block runs."""
     with ExitStack() as held:
         yield ranks.on_first(lambda: held.enter_context(claimed(free_folder(out) if spare and not resume else out, resume)))
@@ -188,7 +192,7 @@ class _Training:
         if probing:
             row |= self.bench.evaluator.probe(inputs_bt)
         if validating:
-            row |= self._validate()
+            row |= self._validation_row(self._validate())
         if probing or validating or _due(step, config.log_every):
             row |= self.clock.take(config.batch_size * config.model.context) | {"peak_bytes": peak_bytes(self.ranks.device)}
             self.writer.write(step, row)
@@ -204,25 +208,29 @@ class _Training:
 
     def _finish(self) -> TrainResult:
         """Validation if the last step's is missing, final checkpoint, sample, export."""
-        if self.val_loss is None:
-            validation = self._validate()
+        val_loss = self.val_loss
+        if val_loss is None:
+            val_loss = self._validate()
             if self.done == 0:
-                self.writer.write(0, validation)
+                self.writer.write(0, self._validation_row(val_loss))
         if self.saved != self.done:
             self._save()
         self._sample(self.config.sample_tokens)
         vocabulary = self.config.data.tokenizer
         described = {"architecture": "laneway GPT", "model": dataclasses.asdict(self.config.model)}
         export(self.bench.parallel.model, described, self.folder.path / EXPORT, None if vocabulary == "byte" else vocabulary)
-        bits = self._bits(self.val_loss, "validation")
-        self._event("finish", val_loss=plain(self.val_loss), val_bits_per_byte=plain(bits), seconds=self._seconds())
-        return TrainResult(self.folder.path, self.done, self.val_loss, bits, self._seconds())
+        bits = self._bits(val_loss, "validation")
+        self._event("finish", val_loss=plain(val_loss), val_bits_per_byte=plain(bits), seconds=self._seconds())
+        return TrainResult(self.folder.path, self.done, val_loss, bits, self._seconds())
 
     # -- small helpers
 
-    def _validate(self) -> dict[str, float]:
+    def _validate(self) -> float:
         self.val_loss = self.bench.evaluator.validation_loss()
-        return {"val_loss": self.val_loss, "val_bits_per_byte": self._bits(self.val_loss, "validation")}
+        return self.val_loss
+
+    def _validation_row(self, val_loss: float) -> dict[str, float]:
+        return {"val_loss": val_loss, "val_bits_per_byte": self._bits(val_loss, "validation")}
 
     def _sample(self, tokens: int) -> None:
         text = self.bench.evaluator.sample(tokens) if tokens else None

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class StepClock:
         self.steps, self.seconds = 0, 0.0
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> Generator[None]:
         """Around one step; it ends with a transfer to the host, so the device has finished too."""
         start = time.perf_counter()
         yield

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class Parallel:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     @contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
+    def accumulating(self, last: bool) -> Generator[None]:
         """Around one micro-batch: gradients are reduced over the ranks in the ``last`` one only."""
         if isinstance(self.call, DistributedDataParallel) and not last:
             with self.call.no_sync():
@@ -55,7 +56,7 @@ class Parallel:
         yield
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def looking(self) -> Generator[None]:
         """Around forwards that are no part of a training step: no gradients, and FSDP2 gathers afresh afterwards."""
         was_training = self.model.training
         self.model.eval()
@@ -117,7 +118,7 @@ def _shard(model: GPT, config: TrainConfig, ranks: Ranks) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def _own_buffers() -> dict[str, bool]:
+def _own_buffers() -> dict[str, Any]:
     """DDP's option to leave buffers alone (ours are tables that every rank computes alike), by its name in this torch."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
@@ -125,7 +126,9 @@ def _own_buffers() -> dict[str, bool]:
 
 def _need_compiler(device: torch.device) -> None:
     if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
-        raise LanewayError("compile: torch.compile needs a C++ compiler on the CPU and none was found; install g++ or leave --compile out")
+        raise LanewayError(
+            "compile: torch.compile needs a C++ compiler on the CPU and none was found; install g++ or leave --compile out"
+        )
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -16,7 +16,7 @@ LOCK = ".lock"
 
 
 @contextmanager
-def claimed(folder: str | Path, resume: bool) -> Iterator[RunDirectory]:
+def claimed(folder: str | Path, resume: bool) -> Generator[RunDirectory]:
     """Hold ``folder`` as this process's run directory.
 
     The lock is the operating system's: it goes when the process goes, however that happens.
@@ -66,7 +66,9 @@ def _lock(folder: Path) -> IO[str]:
         owner = lock.read().strip() or "unknown"
         lock.close()
         hint = "wait for it, stop it, or choose another --out"
-        raise InputError("out", str(folder), "a run directory no process is using", f"process {owner} is writing to it; {hint}") from None
+        raise InputError(
+            "out", str(folder), "a run directory no process is using", f"process {owner} is writing to it; {hint}"
+        ) from None
     if not _same_file(lock, folder / LOCK):  # its owner removed it between our opening and locking it
         lock.close()
         return _lock(folder)

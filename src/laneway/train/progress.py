@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -27,7 +27,7 @@ class Display:
         self._latest: dict[str, float] = {}
 
     @contextmanager
-    def running(self, done: int) -> Iterator[Display]:
+    def running(self, done: int) -> Generator[Display]:
         """Around the loop, which begins after ``done`` steps."""
         self._started = (time.perf_counter(), done)
         if not (self.enabled and self.console.is_terminal):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def _attempt(action: Callable[[], T]) -> T | LanewayError:
         return error
 
 
-def _result(outcome: T | LanewayError) -> T:
+def _result(outcome: Any) -> Any:
     if isinstance(outcome, LanewayError):
         raise outcome
     return outcome
@@ -103,12 +103,14 @@ def pick_device(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if local_rank >= count:
-        raise LanewayError(f"rank {local_rank} of this machine has no device: it has {count}; start fewer processes or use --device cpu")
+        raise LanewayError(
+            f"rank {local_rank} of this machine has no device: it has {count}; start fewer processes or use --device cpu"
+        )
     return torch.device(accelerator.type, local_rank)
 
 
 @contextmanager
-def ranks_of_run(device: str = "auto") -> Iterator[Ranks]:
+def ranks_of_run(device: str = "auto") -> Generator[Ranks]:
     """Join the processes that torchrun started (one process where none did); leaves the group at the end.
 
     A process group that exists already is used and left as it is.

@@ -54,10 +54,14 @@ def load_state(store: CheckpointStore, step: int, bench: Workbench, extensions: 
     restored = restore(store, step, bench.parallel.model, bench.optimizer)
     extras: dict[str, Any] = restored.extras
     if extras["corpus"] != bench.corpus.fingerprint:
-        raise LanewayError("resume: the text has changed since the run began, so its next batches would be others; start a new run")
+        raise LanewayError(
+            "resume: the text has changed since the run began, so its next batches would be others; start a new run"
+        )
     states = extras["extensions"]
     if len(states) != len(extensions):
-        raise LanewayError(f"resume: the run had {len(states)} extensions, now there are {len(extensions)}; give it the same ones")
+        raise LanewayError(
+            f"resume: the run had {len(states)} extensions, now there are {len(extensions)}; give it the same ones"
+        )
     bench.loader.load_state_dict(extras["loader"])
     for extension, state in zip(extensions, states, strict=True):
         extension.load_state_dict(state)

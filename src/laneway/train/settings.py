@@ -89,7 +89,7 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
             return tuple(_convert(f"{name}[{index}]", part, item) for index, part in enumerate(value))
         if isinstance(option, type) and isinstance(value, option) and not (option is int and isinstance(value, bool)):
             return value
-    words = [_WORDS[option] if option in _WORDS else "a list" for option in options if option is not type(None)]
+    words = [_WORDS.get(option, "a list") for option in options if option is not type(None)]
     raise InputError(name, value, " or ".join(words))
 
 

@@ -48,7 +48,9 @@ class Stepper:
     micro_batch_size: int
     clip_norm: float
 
-    def __call__(self, batch: tuple[Tensor, Tensor], lr: float, stopping: bool, after_backward: Callable[[], None]) -> StepOutcome:
+    def __call__(
+        self, batch: tuple[Tensor, Tensor], lr: float, stopping: bool, after_backward: Callable[[], None]
+    ) -> StepOutcome:
         """Train on this rank's share ``(inputs_bt, targets_bt)`` of a batch; a step that is not finite changes nothing."""
         loss = self._backward(batch)
         after_backward()

@@ -37,6 +37,7 @@ class Parallel:
     kind: str
     precision: str
     device: torch.device
+    compiled: bool
 
     def autocast(self) -> torch.autocast | nullcontext[None]:
         """bf16 sub-layers over fp32 parameters. FSDP2 casts by its own policy instead."""
@@ -57,11 +58,14 @@ class Parallel:
 
     @contextmanager
     def looking(self) -> Generator[None]:
-        """Around forwards that are no part of a training step: no gradients, and FSDP2 gathers afresh afterwards."""
+        """Around forwards that are no part of a training step: no gradients, and FSDP2 gathers afresh afterwards.
+
+        Compiled blocks run eagerly here: a sample grows by a token a forward, and each new length may be compiled anew.
+        """
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self.autocast():
+            with torch.no_grad(), self.autocast(), torch.compiler.set_stance("force_eager" if self.compiled else "default"):
                 yield
         finally:
             self.model.train(was_training)
@@ -102,7 +106,7 @@ def parallelise(model: GPT, config: TrainConfig, ranks: Ranks) -> Parallel:
         call = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **_own_buffers())
     elif kind == "fsdp":
         _shard(model, config, ranks)
-    return Parallel(model, call, kind, config.precision, ranks.device)
+    return Parallel(model, call, kind, config.precision, ranks.device, config.compile)
 
 
 def _shard(model: GPT, config: TrainConfig, ranks: Ranks) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2 << 20  # of one fp32 chunk of x, for each thread: about the L2 cache of one core (measured: 1 … 4 MiB are alike)
+FEWEST_CHUNKS = 16  # of narrow streams, whose chunks are copied to fp32: bounds the copies to a fraction of the streams
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,19 +28,24 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _chunks(tokens: int, width: int, device: torch.device) -> range:
+def _chunks(x: Tensor, dtype: torch.dtype) -> range:
+    """Starts of the chunks of x [N, n, C]; on an accelerator there is one."""
+    tokens, width = x.shape[0], x.shape[1] * x.shape[2]
     step = max(tokens, 1)
-    if device.type == "cpu":
-        step = max(1, min(step, CHUNK_BYTES * torch.get_num_threads() // (4 * max(width, 1))))
-    return range(0, tokens, step)
+    if x.device.type == "cpu":
+        step = min(step, CHUNK_BYTES * torch.get_num_threads() // (4 * width))
+        if x.dtype != dtype:
+            step = min(step, -(-tokens // FEWEST_CHUNKS))
+    return range(0, tokens, max(step, 1))
 
 
 class _Scratch:
     """Chunks of a tensor in the compute dtype: the tensor itself where it has it, else one reused buffer."""
 
-    def __init__(self, source: Tensor, step: int, dtype: torch.dtype) -> None:
-        self.source = source
-        self.buffer = None if source.dtype == dtype else torch.empty(step, *source.shape[1:], dtype=dtype, device=source.device)
+    def __init__(self, source: Tensor, step: int, dtype: torch.dtype, buffer: Tensor | None = None) -> None:
+        self.source, self.buffer = source, buffer
+        if buffer is None and source.dtype != dtype:
+            self.buffer = torch.empty(step, *source.shape[1:], dtype=dtype, device=source.device)
 
     def read(self, start: int, stop: int) -> Tensor:
         part = self.source[start:stop]
@@ -91,7 +97,7 @@ def pre_forward(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, per_stream: 
     logits = torch.empty(tokens, len(base), dtype=dtype, device=x.device)
     z = torch.empty(tokens, groups * m, dtype=dtype, device=x.device)
     r = torch.empty(tokens, groups, dtype=dtype, device=x.device)
-    chunks, weight, factor = _chunks(tokens, n * c, x.device), fn.to(dtype).t(), _spread(scale, n, len(base))
+    chunks, weight, factor = _chunks(x, dtype), fn.to(dtype).t(), _spread(scale, n, len(base))
     x_in, h_out = _Scratch(x, chunks.step, dtype), _Scratch(h, chunks.step, dtype)
     for i in chunks:
         j = min(i + chunks.step, tokens)
@@ -110,7 +116,7 @@ def pre_forward(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, per_stream: 
 def post_forward(x: Tensor, f: Tensor, post: Tensor, res: Tensor) -> Tensor:
     """y_i = Σ_j res_ij x_j + post_i f: x [N, n, C], f [N, C], post [N, n], res [N, out, in] → [N, n, C]."""
     y = torch.empty_like(x)
-    dtype, chunks = post.dtype, _chunks(x.shape[0], x[0].numel() if len(x) else 1, x.device)
+    dtype, chunks = post.dtype, _chunks(x, post.dtype)
     x_in, f_in, y_out = (_Scratch(t, chunks.step, dtype) for t in (x, f, y))
     for i in chunks:
         j = min(i + chunks.step, x.shape[0])
@@ -124,8 +130,9 @@ def post_forward(x: Tensor, f: Tensor, post: Tensor, res: Tensor) -> Tensor:
 def post_backward(gy: Tensor, x: Tensor, f: Tensor, post: Tensor, res: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, f, post and res."""
     gx, gf, gpost, gres = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, f, post, res))
-    dtype, chunks = post.dtype, _chunks(x.shape[0], x[0].numel() if len(x) else 1, x.device)
-    x_in, f_in, g_in, gx_out, gf_out = (_Scratch(t, chunks.step, dtype) for t in (x, f, gy, gx, gf))
+    dtype, chunks = post.dtype, _chunks(x, post.dtype)
+    x_in, f_in, g_in, gf_out = (_Scratch(t, chunks.step, dtype) for t in (x, f, gy, gf))
+    gx_out = _Scratch(gx, chunks.step, dtype, x_in.buffer)  # x has been used by the time gx is written
     for i in chunks:
         j = min(i + chunks.step, x.shape[0])
         g = g_in.read(i, j)
@@ -143,11 +150,11 @@ def pre_backward(gx, gh, glogits, x, fn, base, scale, z, r, per_stream: bool, ep
 
     Returns the gradients of fn, base and scale.
     """
-    tokens, n, c = x.shape
+    tokens, n, _ = x.shape
     dtype, m, k = z.dtype, *fn.shape
     glogits, gfn = glogits.clone(), torch.zeros(m, k, dtype=dtype, device=x.device)
     arranged = _arrange(z, n, per_stream)
-    chunks, weight, factor = _chunks(tokens, n * c, x.device), fn.to(dtype), _spread(scale, n, len(base))
+    chunks, weight, factor = _chunks(x, dtype), fn.to(dtype), _spread(scale, n, len(base))
     x_in, gh_in, gx_out = (_Scratch(t, chunks.step, dtype) for t in (x, gh, gx))
     for i in chunks:
         j = min(i + chunks.step, tokens)

@@ -1,0 +1,159 @@
+"""``laneway bench quality``: the same training run with different residuals.
+
+Same text, same batches in the same order, same weights at the start (the choices begin as the same function), same schedule.
+All variants of a seed advance together, one step each in turns, so their step times are paired; the order moves on every step.
+Validation loss is the mean over fixed batches; differences to the plain residual are paired by seed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from laneway.bench.memory import peak_bytes
+from laneway.bench.rows import Report, Row
+from laneway.bench.stats import Interval, mean_interval, paired_ratio, spread
+from laneway.core import InputError, choice, positive_int
+from laneway.models.gpt import RESIDUALS, GPTConfig
+from laneway.train.config import OptimizerConfig, TrainConfig
+from laneway.train.ranks import ranks_of_run
+from laneway.train.schedule import learning_rate
+from laneway.train.workbench import Workbench, build
+
+# A variant is a change of the model's configuration.
+VARIANTS: dict[str, dict[str, Any]] = {name: {"residual": name} for name in RESIDUALS}
+VARIANTS["mhc-uncapped"] = {"residual": "mhc", "logit_cap": 0.0}
+BASELINE = "residual"
+
+
+@dataclass(frozen=True)
+class QualityOptions:
+    """What is trained."""
+
+    variants: tuple[str, ...] = ("residual", "hc", "mhc")
+    seeds: int = 3
+    steps: int = 300
+    lr: float = 3e-3
+    layers: int = 8
+    dim: int = 64
+    context: int = 128
+    batch_size: int = 8
+    validation_batches: int = 32
+    probe_every: int = 10
+    quick: bool = False
+
+    def check(self) -> None:
+        """Raise InputError for the first field that is out of range."""
+        for name in self.variants:
+            choice("variants", name, VARIANTS)
+        if BASELINE not in self.variants:
+            raise InputError("variants", ",".join(self.variants), f"a list with {BASELINE}, which the others are compared with")
+        for name in ("seeds", "steps", "batch_size", "validation_batches", "probe_every"):
+            positive_int(name, getattr(self, name))
+        self.config(BASELINE, 0).check()
+
+    def config(self, variant: str, seed: int) -> TrainConfig:
+        """The run of one variant and seed."""
+        model = GPTConfig(layers=self.layers, heads=4, dim=self.dim, context=self.context)
+        return TrainConfig(
+            model=replace(model, **VARIANTS[variant]),
+            optimizer=OptimizerConfig(lr=self.lr, warmup=0.1, floor=0.1),
+            steps=self.steps,
+            batch_size=self.batch_size,
+            validation_batches=self.validation_batches,
+            seed=seed,
+            device="cpu" if not torch.accelerator.is_available() else "auto",
+        )
+
+
+def quick(options: QualityOptions) -> QualityOptions:
+    """At most a minute on two cores: four narrow layers, few steps, three seeds."""
+    return replace(options, steps=min(options.steps, 40), layers=4, dim=32, context=64, validation_batches=8, quick=True)
+
+
+def run(options: QualityOptions, progress: Callable[[str], None] = lambda line: None) -> Report:
+    """Train every variant with every seed; raises InputError where an option is out of range."""
+    options.check()
+    rows: list[Row] = []
+    times: dict[str, list[float]] = {name: [] for name in options.variants}
+    for seed in range(options.seeds):
+        progress(f"seed {seed + 1} of {options.seeds}: {', '.join(options.variants)}")
+        rows += _one_seed(options, seed, times)
+    notes = []
+    if options.quick:
+        notes.append("quick: ≤ 60 s on 2 cores; a very small network and few steps: read its loss as a smoke test")
+    return Report("quality", {"quality": rows}, summarise(rows, times), notes)
+
+
+def _one_seed(options: QualityOptions, seed: int, times: dict[str, list[float]]) -> list[Row]:
+    """Train all variants side by side; appends the seconds of every step to ``times``."""
+    with ranks_of_run("auto") as ranks:
+        runs = {name: build(options.config(name, seed), ranks) for name in options.variants}
+        gains = {name: {"gain_forward": 0.0, "gain_backward": 0.0} for name in runs}
+        names = list(runs)
+        for step in range(1, options.steps + 1):
+            first = step % len(names)
+            for name in names[first:] + names[:first]:
+                start = time.perf_counter()
+                batch = _step(options, runs[name], step, name, seed)
+                times[name].append(time.perf_counter() - start)
+                if step % options.probe_every == 0 or step == options.steps:
+                    figures = runs[name].evaluator.probe(batch[0])
+                    gains[name] = {key: max(gains[name][key], float(figures.get(key, 1.0))) for key in gains[name]}
+        return [_row(options, name, seed, runs[name], gains[name]) for name in names]
+
+
+def _step(options: QualityOptions, bench: Workbench, step: int, name: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = next(bench.loader)
+    lr = learning_rate(options.config(name, seed).optimizer, step, options.steps)
+    bench.stepper(batch, lr, False, lambda: None)
+    return batch
+
+
+def _row(options: QualityOptions, name: str, seed: int, bench: Workbench, gains: dict[str, float]) -> Row:
+    loss = bench.evaluator.validation_loss()
+    batch = next(bench.loader)
+    peak = peak_bytes(lambda: bench.stepper(batch, 0.0, False, lambda: None))
+    return {
+        "variant": name,
+        "seed": seed,
+        "steps": options.steps,
+        "lr": options.lr,
+        "layers": options.layers,
+        "dim": options.dim,
+        "context": options.context,
+        "batch_size": options.batch_size,
+        "threads": torch.get_num_threads(),
+        "quick": int(options.quick),
+        "parameters": bench.parameters,
+        "val_loss": loss,
+        "val_bits_per_byte": bench.corpus.bits_per_byte(loss, "validation"),
+        "peak_bytes": peak,
+        "gain_forward_max": gains["gain_forward"],
+        "gain_backward_max": gains["gain_backward"],
+    }
+
+
+def summarise(rows: Sequence[Row], times: dict[str, list[float]]) -> dict[str, Any]:
+    """Per variant: validation loss (mean, its interval, standard deviation over seeds), paired difference, ratios, gains."""
+    by_variant = {name: [row for row in rows if row["variant"] == name] for name in times}
+    base = by_variant[BASELINE]
+    summary: dict[str, Any] = {}
+    for name, own in by_variant.items():
+        losses = [row["val_loss"] for row in own]
+        paired = [row["val_loss"] - other["val_loss"] for row, other in zip(own, base, strict=True)]
+        memory = statistics.fmean(row["peak_bytes"] for row in own) / statistics.fmean(row["peak_bytes"] for row in base)
+        summary[name] = {
+            "val_loss": mean_interval(losses).as_json() | {"sd": spread(losses) if len(losses) > 1 else None},
+            "val_loss_minus_residual": mean_interval(paired).as_json(),
+            "step_time_over_residual": paired_ratio(times[name], times[BASELINE]).as_json(),
+            "step_memory_over_residual": Interval.exact(memory).as_json(),
+            "gain_forward_max": max(row["gain_forward_max"] for row in own),
+            "gain_backward_max": max(row["gain_backward_max"] for row in own),
+        }
+    return summary

@@ -1,0 +1,56 @@
+"""Rows and summaries for people: a rich table, which is plain text where there is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from laneway.bench.rows import Report, Row
+
+COLUMNS = {
+    "layer": ("tokens", "dim", "dtype", "threads", "variant", "wall_ms", "wall_ms_q1", "wall_ms_q3", "over_floor", "over_laneway",
+              "peak_over_streams"),
+    "layer_agreement": ("streams", "dtype", "compared", "error_y", "error_x", "error_fn", "error_base", "error_scale"),
+    "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
+}  # fmt: skip
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Print every table, the summary's intervals and the notes."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=max(console.width, 160))
+    for name, rows in report.tables.items():
+        console.print(_table(name, rows, COLUMNS[name]))
+    console.print(_summary(report.summary))
+    for note in report.notes:
+        console.print(note, highlight=False)
+
+
+def _table(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("variant", "compared", "dtype") else "right")
+    for row in rows:
+        table.add_row(*(_text(row[column]) for column in columns))
+    return table
+
+
+def _summary(summary: dict[str, Any]) -> Table:
+    table = Table("condition", "figure", "value", "low", "high", title="summary")
+    for condition, entries in summary.items():
+        for name, figure in entries.items():
+            parts = figure if isinstance(figure, dict) else {"value": figure, "low": None, "high": None}
+            table.add_row(condition, name, *(_text(parts[part]) for part in ("value", "low", "high")))
+    return table
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "–"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2e}" if value and abs(value) < 1e-3 else f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"

@@ -68,11 +68,11 @@ def test_peak_counts_every_byte():
 def test_memory_of_our_site_is_below_three_times_the_streams():
     """Counted, not timed: what the design promises for both dtypes."""
     for dtype in (torch.float32, torch.bfloat16):
-        gy = torch.randn(1, 2048, 4, 256).to(dtype)
-        site = peers.ours_like_v4(256, 4)
+        gy = torch.randn(1, 1024, 4, 512).to(dtype)
+        site = peers.ours_like_v4(512, 4)
         step = layer._step(peers.apply_ours, site, gy)
         step()
-        assert peak_bytes(step) <= 3.1 * gy.numel() * gy.element_size(), dtype
+        assert peak_bytes(step) <= 3 * gy.numel() * gy.element_size(), dtype
 
 
 def test_rows_of_a_measurement():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,9 +11,16 @@ from laneway.bench import quality
 from laneway.core import InputError
 
 TINY = quality.QualityOptions(
-    variants=("residual", "mhc", "mhc-uncapped"), seeds=2, steps=3, layers=1, dim=16, context=16, batch_size=2, validation_batches=1,
+    variants=("residual", "mhc", "mhc-uncapped"),
+    seeds=2,
+    steps=3,
+    layers=1,
+    dim=16,
+    context=16,
+    batch_size=2,
+    validation_batches=1,
     probe_every=2,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +48,6 @@ def test_rows_and_summary():
 def test_training_is_the_same_run_as_alone():
     """Side by side or alone: the loss of a variant does not depend on its neighbours."""
     together = {row["variant"]: row["val_loss"] for row in quality.run(TINY).tables["quality"] if row["seed"] == 0}
-    from dataclasses import replace
-
     alone = quality.run(replace(TINY, variants=("residual",), seeds=1)).tables["quality"][0]["val_loss"]
     assert together["residual"] == alone
 
@@ -62,8 +69,6 @@ def test_variants_differ_in_the_model_alone():
     ],
 )
 def test_bad_options(change, field, part):
-    from dataclasses import replace
-
     with pytest.raises(InputError) as caught:
         quality.run(replace(TINY, **change))
     assert caught.value.field == field

@@ -34,7 +34,8 @@ def summary(run: Run) -> dict[str, Any]:
     started = datetime.fromtimestamp(run.started, UTC).strftime("%Y-%m-%d")
     env, final = run.env, run.final.as_json()
     gains = {key: float(run.curve(key).y.max()) for key in ("gain_forward", "gain_backward") if run.curve(key).drawable}
-    machine = {"version": env.get("laneway"), "torch": env.get("torch"), "machine": env.get("cpu"), "threads": env.get("threads")}
+    machine = {key: env.get(key) for key in ("laneway", "torch", "cpu", "cores")}
+    machine |= {"device": env.get("device", {}).get("type"), "threads": env.get("threads")}
     settings = {"residual": run.config["model"]["residual"], "streams": run.config["model"]["streams"]}
     shown = {"date": started, **machine, **settings, **final, **{f"largest_{key}": value for key, value in gains.items()}}
     return {key: _short(value) for key, value in shown.items()}

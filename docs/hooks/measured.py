@@ -3,12 +3,14 @@
     {{ figure("layer", "speedup", "{:.1f} ×", variant="ours", dtype="bf16") }}    one value of the one row that fits
     {{ table("layer", ["variant", ("wall_ms", "median, ms", "{:.1f}")], dtype="bf16") }}    all rows that fit
     {{ table("layer") }}    the same with every column but those that ``source`` tells
+    {{ means("quality", "variant", [("val_loss", "loss", "{:.3f} ± {sd:.3f}")]) }}    a row a variant, over its rows
     {{ source("layer") }}    file, date, versions and machine of the newest rows
     {{ when("layer") }} … {{ otherwise() }} … {{ end() }}    the first part once the file exists, until then the second
     {{ rules("run") }}, {{ rules("machine") }}    what `laneway doctor` looks for, from its own source
 
 The first argument names a file in benchmarks/results. Conditions compare with a cell; a list means any of its values, and
-None an empty cell. A format sees the value as {} and every other cell of the row by its column's name. Where a file holds
+None an empty cell. A format sees the value as {} and every other cell of the row by its column's name (in ``means``: sd, min,
+max and count); bytes are shown as {:.1MiB}. Where a file holds
 several dates, the newest rows that fit count. No row, or for ``figure`` more than one: MeasuredError, and the build fails.
 In code, directives are left alone.
 """
@@ -18,6 +20,8 @@ from __future__ import annotations
 import ast
 import csv
 import re
+import statistics
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ _PARTS = re.compile(
 )
 
 # Columns that say where and when a row was measured.
-PROVENANCE = ("date", "version", "laneway", "torch", "python", "machine", "cpu", "device_name", "cores")
+PROVENANCE = ("date", "laneway", "torch", "cpu", "cores", "device")
 
 Cell = str | int | float | None
 Row = dict[str, Cell]
@@ -142,10 +146,22 @@ def _fits(value: Cell, wanted: Any) -> bool:
     return value in wanted if isinstance(wanted, list) else value == wanted
 
 
+class _Formatter(string.Formatter):
+    """Format specifications as usual, and ``.1MiB`` for bytes."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.endswith("MiB"):
+            return f"{format(value / 2**20, format_spec.removesuffix('MiB') + 'f')} MiB"
+        return format(value, format_spec)
+
+
+_FORMATTER = _Formatter()
+
+
 def show(row: Row, column: str, form: str) -> str:
     """One cell as text; an empty one is a dash."""
     value = row[column]
-    return "–" if value is None else form.format(value, **{str(key): cell for key, cell in row.items()})
+    return "–" if value is None else _FORMATTER.format(form, value, **{str(key): cell for key, cell in row.items()})
 
 
 def figure(results: Path, name: str, column: str, form: str = "{}", **where: Any) -> str:
@@ -160,12 +176,39 @@ def figure(results: Path, name: str, column: str, form: str = "{}", **where: Any
 
 def table(results: Path, name: str, columns: list[Any] | None = None, **where: Any) -> str:
     """A Markdown table of the rows that fit. A column is a name, (name, heading) or (name, heading, format)."""
-    full = [(item, item, "{}") if isinstance(item, str) else (*item, "{}")[:3] for item in columns or []]
+    full = _full(columns or [])
     rows = select(read(name, results), [column for column, _, _ in full], where)
     full = full or [(column, column, _plain_form(rows, column)) for column in rows[0] if column not in PROVENANCE]
     numeric = [all(not isinstance(row[column], str) for row in rows) for column, _, _ in full]
-    lines = [[heading for _, heading, _ in full], ["---:" if right else "---" for right in numeric]]
-    lines += [[show(row, column, form) for column, _, form in full] for row in rows]
+    return _markdown([heading for _, heading, _ in full], numeric, [[show(row, *column[::2]) for column in full] for row in rows])
+
+
+def means(results: Path, name: str, by: str, columns: list[Any], **where: Any) -> str:
+    """A Markdown table with a row for each value of the column ``by``: means over its rows (over seeds, say)."""
+    full = _full(columns)
+    rows = select(read(name, results), [by, *(column for column, _, _ in full)], where)
+    lines = []
+    for value in dict.fromkeys(row[by] for row in rows):
+        group = [row for row in rows if row[by] == value]
+        lines.append([str(value), *(_mean([row[column] for row in group], form) for column, _, form in full)])
+    return _markdown([by, *(heading for _, heading, _ in full)], [False] + [True] * len(full), lines)
+
+
+def _mean(cells: list[Cell], form: str) -> str:
+    if not all(isinstance(cell, int | float) for cell in cells):
+        raise MeasuredError("a cell without a number")
+    values = [float(cell) for cell in cells if cell is not None]
+    sd = statistics.stdev(values) if len(values) > 1 else float("nan")
+    about = {"sd": sd, "min": min(values), "max": max(values), "count": len(values)}
+    return _FORMATTER.format(form, statistics.fmean(values), **about)
+
+
+def _full(columns: list[Any]) -> list[tuple[str, str, str]]:
+    return [(item, item, "{}") if isinstance(item, str) else (*item, "{}")[:3] for item in columns]
+
+
+def _markdown(headings: list[str], right: list[bool], lines: list[list[str]]) -> str:
+    lines = [headings, ["---:" if flag else "---" for flag in right], *lines]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
@@ -182,7 +225,7 @@ def source(results: Path, name: str, **where: Any) -> str:
         values = sorted({str(row[column]) for row in rows if row.get(column) is not None})
         if values:
             told.append(f"{column} {', '.join(values)}")
-    return f"benchmarks/results/{name}.csv" + (f" ({'; '.join(told)})" if told else "")
+    return f"benchmarks/results/{name}.csv" + (f": {'; '.join(told)}" if told else "")
 
 
 def rules(_results: Path, kind: str) -> str:
@@ -202,4 +245,4 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("H_", "H\\_")
 
 
-_DIRECTIVES: dict[str, Callable[..., str]] = {"figure": figure, "table": table, "source": source, "rules": rules}
+_DIRECTIVES: dict[str, Callable[..., str]] = {"figure": figure, "table": table, "means": means, "source": source, "rules": rules}

@@ -20,7 +20,7 @@ BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 def updated(text: str, template: str, results: Path = measured.RESULTS) -> str:
     """README's text with the block between the markers made anew; raises MeasuredError where there are no such markers."""
-    block = measured.render(template, TEMPLATE.name, results).strip()
+    block = re.sub(r"\n{3,}", "\n\n", measured.render(template, TEMPLATE.name, results).strip())
     new, count = re.subn(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{block}\n{END}", text, flags=re.DOTALL)
     if count != 1:
         raise measured.MeasuredError(f"README.md: accepted: one block from {BEGIN} to {END}; found {count}")

@@ -7,7 +7,7 @@ import pytest
 import readme
 from measured import MeasuredError, render
 
-LAYER = """date,variant,dtype,wall_ms,wall_ms_q1,version,machine
+LAYER = """date,variant,dtype,wall_ms,wall_ms_q1,laneway,cpu
 2026-01-01,ours,fp32,40.0,39.5,0.1.0,X
 2026-02-01,ours,fp32,31.25,30.0,0.1.0,X
 2026-02-01,peer,fp32,80,79,0.1.0,X
@@ -51,12 +51,30 @@ def test_a_table_without_columns_has_all_but_those_of_the_source(results):
     assert lines[2:] == ["| ours | fp32 | 31.25 | 30 |", "| peer | fp32 | 80 | 79 |"]
 
 
+def test_means_are_over_the_rows_of_each_group(results):
+    (results / "quality.csv").write_text(
+        "date,variant,seed,loss,peak\nd,a,0,1.0,1048576\nd,a,1,2.0,3145728\nd,b,0,5.0,0\nd,b,1,5.0,\n", "utf-8"
+    )
+    text = '{{ means("quality", "variant", [("loss", "loss (sd)", "{:.2f} ± {sd:.2f} of {count}, {min:.0f} to {max:.0f}")]) }}'
+    assert show(text, results).splitlines() == [
+        "| variant | loss (sd) |",
+        "| --- | ---: |",
+        "| a | 1.50 ± 0.71 of 2, 1 to 2 |",
+        "| b | 5.00 ± 0.00 of 2, 5 to 5 |",
+    ]
+    assert "| a | 2.0 MiB |" in show('{{ means("quality", "variant", [("peak", "peak", "{:.1MiB}")], variant="a") }}', results)
+    with pytest.raises(MeasuredError, match="without a number"):
+        show('{{ means("quality", "variant", ["peak"]) }}', results)
+    with pytest.raises(MeasuredError, match="no column 'group'"):
+        show('{{ means("quality", "group", ["loss"]) }}', results)
+
+
 def test_source_names_the_file_and_the_machine(results):
-    assert show('{{ source("layer") }}', results) == "benchmarks/results/layer.csv (date 2026-02-01; version 0.1.0; machine X)"
+    assert show('{{ source("layer") }}', results) == "benchmarks/results/layer.csv: date 2026-02-01; laneway 0.1.0; cpu X"
 
 
 def test_when_shows_one_part(results):
-    text = '{{ when("NAME") }}yes {{ figure("layer", "version", variant="ours") }}{{ otherwise() }}no{{ end() }}!'
+    text = '{{ when("NAME") }}yes {{ figure("layer", "laneway", variant="ours") }}{{ otherwise() }}no{{ end() }}!'
     assert show(text.replace("NAME", "layer"), results) == "yes 0.1.0!"
     assert show(text.replace("NAME", "absent"), results) == "no!"
 

@@ -20,7 +20,12 @@ def make_run(path, finished=True, steps=60):
     path.mkdir()
     run = RunDirectory(path)
     run.config.write_text("steps = 60\n[model]\nresidual = 'mhc'\nstreams = 4\n", "utf-8")
-    run.env.write_text(json.dumps({"laneway": "0.1.0", "torch": "2.13.0", "cpu": "Some CPU", "threads": 2}), "utf-8")
+    run.env.write_text(
+        json.dumps(
+            {"laneway": "0.1.0", "torch": "2.13.0", "cpu": "Some CPU", "cores": 4, "threads": 2, "device": {"type": "cpu"}}
+        ),
+        "utf-8",
+    )
     append_event(run, "start", 0, parameters=1000)
     for step in range(1, steps + 1):
         row = {
@@ -60,8 +65,7 @@ def test_curves_hold_every_scalar_of_every_row(results):
 
 def test_summary_is_one_row_with_machine_and_finals(results):
     (row,) = measured.read("tiny_run_summary", results)
-    assert row["machine"] == "Some CPU"
-    assert row["threads"] == 2
+    assert (row["cpu"], row["cores"], row["threads"], row["device"], row["laneway"]) == ("Some CPU", 4, 2, "cpu", "0.1.0")
     assert (row["residual"], row["streams"], row["steps"], row["parameters"]) == ("mhc", 4, 60, 1000)
     assert row["val_bits_per_byte"] == 2.16
     assert row["seconds"] == 61.5

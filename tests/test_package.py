@@ -108,8 +108,8 @@ def test_overview_lists_every_verb(capsys):
 
 
 def test_an_unknown_verb_suggests_the_nearest(capsys):
-    assert cli.main(["trian"]) == 2
-    assert capsys.readouterr().err == f"laneway: verb: got 'trian'; accepted: {', '.join(cli.VERBS)}; did you mean 'train'?\n"
+    assert cli.main(["trainn"]) == 2
+    assert capsys.readouterr().err == f"laneway: verb: got 'trainn'; accepted: {', '.join(cli.VERBS)}; did you mean 'train'?\n"
 
 
 def test_the_module_is_the_command():

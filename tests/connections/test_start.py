@@ -11,8 +11,8 @@ from laneway.connections import start
 from laneway.models.gpt import GPT, GPTConfig
 
 # Smallest gradient norm of a map's rows of the projection at step 0, as a share of the largest in the model. Rounding noise
-# is below 1e-8; the plain networks' dead maps are exactly there.
-FLOOR = 1e-5
+# is below 1e-7, where the maps of a dead start lie.
+FLOOR = 1e-4
 MANIFOLDS = ("mhc", "mhc-lite", "kronecker", "orthogonal", "identity")
 
 
@@ -58,6 +58,7 @@ def test_every_map_of_every_site_has_a_gradient(residual, streams):
     loss_of(model, torch.randint(0, 256, (4, 32))).backward()
     norms = map_gradients(model)
     largest = max(max(values) for values in norms.values())
+    norms["pre"] = norms["pre"][1:]  # the first site reads multiples of one embedding, and its norm takes the multiple away
     for name, values in norms.items():
         assert min(values) > FLOOR * largest, (name, values)
 
@@ -74,7 +75,7 @@ def test_what_sleeps_at_first_wakes_after_one_update(residual, streams):
     norms = map_gradients(model)
     largest = max(max(values) for values in norms.values())
     first = 1 if streams == 2 else 0  # two copies of one embedding stay alike, so the first site has nothing to mix
-    assert min(norms["res"][first:]) > FLOOR * 1e-1 * largest
+    assert min(norms["res"][first:]) > FLOOR * 1e-2 * largest
 
 
 def test_two_streams_are_dead_to_rounding_as_derived():

@@ -104,3 +104,16 @@ def test_a_batch_longer_than_the_context_is_refused():
 
 def test_cap_can_be_switched_off_from_a_file():
     assert GPT(GPTConfig(**SMALL, logit_cap=0.0)).blocks[0].site_ffn.cap is None
+
+
+@pytest.mark.parametrize("residual", ["residual", "hc", "mhc"])
+def test_autocast_narrows_the_streams_and_not_the_maps(residual):
+    model, seen = GPT(GPTConfig(**SMALL, residual=residual)), []
+    model.readout.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    tokens = torch.randint(0, 256, (2, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+    loss.backward()
+    assert seen == [torch.bfloat16]
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+    assert abs(loss.item() - F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).item()) < 0.05

@@ -110,6 +110,7 @@ def measure(options: LayerOptions) -> list[Row]:
         variants | {"copy": lambda: target.copy_(gy_tnc)}, seconds=options.seconds, min_rounds=3 if options.quick else 7, warmup=2
     )
     condition = {"tokens": tokens, "dim": dim, "streams": STREAMS, "dtype": name, "threads": options.threads[0]}
+    condition |= {"quick": int(options.quick)}
     stream_bytes = gy_tnc.numel() * gy_tnc.element_size()
     return [condition | _row(key, samples, variants.get(key), stream_bytes) for key in samples]
 

@@ -105,7 +105,7 @@ def _one_seed(options: QualityOptions, seed: int, times: dict[str, list[float]])
                 if step % options.probe_every == 0 or step == options.steps:
                     figures = runs[name].evaluator.probe(batch[0])
                     gains[name] = {key: max(gains[name][key], float(figures.get(key, 1.0))) for key in gains[name]}
-        return [_row(options, name, seed, runs[name], gains[name]) for name in names]
+        return [_row(options, name, seed, runs[name], gains[name], times) for name in names]
 
 
 def _step(options: QualityOptions, bench: Workbench, step: int, name: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +115,8 @@ def _step(options: QualityOptions, bench: Workbench, step: int, name: str, seed:
     return batch
 
 
-def _row(options: QualityOptions, name: str, seed: int, bench: Workbench, gains: dict[str, float]) -> Row:
+def _row(options: QualityOptions, name: str, seed: int, bench: Workbench, gains: dict[str, float], times: dict[str, list[float]]) -> Row:
+    own, base = (times[key][-options.steps :] for key in (name, BASELINE))
     loss = bench.evaluator.validation_loss()
     batch = next(bench.loader)
     peak = peak_bytes(lambda: bench.stepper(batch, 0.0, False, lambda: None))
@@ -133,6 +134,8 @@ def _row(options: QualityOptions, name: str, seed: int, bench: Workbench, gains:
         "parameters": bench.parameters,
         "val_loss": loss,
         "val_bits_per_byte": bench.corpus.bits_per_byte(loss, "validation"),
+        "step_ms": 1000 * statistics.median(own),
+        "step_time_over_residual": paired_ratio(own, base).value,
         "peak_bytes": peak,
         "gain_forward_max": gains["gain_forward"],
         "gain_backward_max": gains["gain_backward"],

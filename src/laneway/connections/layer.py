@@ -148,8 +148,12 @@ def _plain(x: Tensor) -> tuple[Tensor, Merge]:
 
 
 def expand_spread(streams: int) -> float:
-    """The spread at which ``expand_streams`` suits the start of docs/start.md; 0 for fewer than three streams."""
-    return start.WRITE if streams >= 3 else 0.0
+    """The spread at which ``expand_streams`` suits the start of docs/start.md; 0 for fewer than three streams.
+
+    It is opposite to the writes': x_i = (1 − q_i) e + (1 + q_i) Σ F. With the same sign every stream would be a multiple of one
+    vector at every site, and a pre-norm takes the multiple away: H_pre would have no gradient.
+    """
+    return -start.WRITE if streams >= 3 else 0.0
 
 
 def expand_streams(x: Tensor, streams: int, *, spread: float = 0.0) -> Tensor:

@@ -124,6 +124,14 @@ def rotate(x_bhtd: Tensor, table: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm, in the dtype of its input: fp32 weights over bf16 streams keep the fused kernel."""
+
+    def forward(self, x_btc: Tensor) -> Tensor:
+        """[b, t, c] → [b, t, c]."""
+        return F.rms_norm(x_btc, self.normalized_shape, self.weight.to(x_btc.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
@@ -160,8 +168,8 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
-        self.norm_attention = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.norm_ffn = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm_attention = RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm_ffn = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn = SwiGLU(config)
         self.site_attention = _site(config, 2 * index)
@@ -204,7 +212,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
         self.readout = StreamReadout(config.dim, self.streams, "sum" if config.manifold == "none" else "learned")
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer(
@@ -224,7 +232,10 @@ class GPT(nn.Module):
         """Logits of the next token at every position, [b, t, v]."""
         if tokens_bt.shape[-1] > self.config.context:
             raise InputError("tokens", tokens_bt.shape[-1], f"at most context = {self.config.context} tokens")
-        x_btnc = expand_streams(self.embedding(tokens_bt), self.streams, spread=self.spread)
+        x_btc = self.embedding(tokens_bt)
+        if torch.is_autocast_enabled(x_btc.device.type):  # narrow streams, as the paper trains them; maps stay fp32
+            x_btc = x_btc.to(torch.get_autocast_dtype(x_btc.device.type))
+        x_btnc = expand_streams(x_btc, self.streams, spread=self.spread)
         for block in self.blocks:
             x_btnc = block(x_btnc, self.rotary)
         return self.head(self.norm(self.readout(x_btnc)))

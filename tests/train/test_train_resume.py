@@ -218,3 +218,15 @@ def test_an_uncapped_run_can_be_resumed(change, tmp_path):
     go(config, tmp_path / "run", extensions=[Dice()], resume=True)
     go(dataclasses.replace(config), tmp_path / "whole", extensions=[Dice()])
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_damaged_checkpoints_are_not_mistaken_for_none(change, tmp_path):
+    """A run whose every checkpoint is torn must not begin anew over what is left of it."""
+    config = change(steps=10, checkpoint_every=4)
+    crash(config, tmp_path / "run")
+    for file in (tmp_path / "run" / "checkpoints").glob("step_*/*.distcp"):
+        file.write_bytes(file.read_bytes()[:-1])
+    before = (tmp_path / "run" / "metrics" / "rank0.jsonl").read_bytes()
+    with pytest.raises(LanewayError, match="every checkpoint in .* is damaged"):
+        go(config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "metrics" / "rank0.jsonl").read_bytes() == before

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from laneway.checkpoint import CheckpointStore, export
-from laneway.core import Extension
+from laneway.core import Extension, LanewayError
 from laneway.rundir import RunDirectory, append_event
 from laneway.train.config import TrainConfig
 from laneway.train.environment import describe_environment
@@ -137,6 +137,9 @@ class _Training:
     def _begin(self, resume: bool) -> None:
         if resume:
             self.saved = self.store.latest_step()
+            if self.saved is None and self.store.steps():
+                why = f"every checkpoint in {self.folder.checkpoints} is damaged (events.jsonl says how)"
+                raise LanewayError(f"resume: {why}; start a new run with another --out")
         if self.saved is not None:
             load_state(self.store, self.saved, self.bench, self.extensions)
             self.done = self.saved

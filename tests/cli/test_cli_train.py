@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from laneway.cli import main
-from laneway.cli.train import read_request
+from laneway.cli.train import as_json, read_request
 from laneway.core import InputError
 from laneway.recipes import RECIPES
 from laneway.rundir import RunDirectory
 from laneway.train.config import TrainConfig
+from laneway.train.loop import TrainResult
 from laneway.train.resume import saved_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,6 +41,7 @@ cache = "cache"
 def here(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder of these tests, with a text and a configuration in it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes that are started here
     (tmp_path / "text.txt").write_bytes(text_file.read_bytes())
     (tmp_path / "c.toml").write_text(SMALL)
     return tmp_path
@@ -173,6 +175,14 @@ def test_json_is_one_object_and_nothing_else(here, capsys):
     shown = capsys.readouterr()
     result = json.loads(shown.out)
     assert result.keys() == {"run", "steps", "val_loss", "val_bits_per_byte", "seconds", "stopped"}
+    assert json.loads(json.dumps(as_json(TrainResult(Path("r"), 1, float("nan"), 2.0, 1.0)))) | {"run": "r"} == {
+        "run": "r",
+        "steps": 1,
+        "val_loss": None,
+        "val_bits_per_byte": 2.0,
+        "seconds": 1.0,
+        "stopped": None,
+    }
     assert (result["run"], result["steps"], result["stopped"]) == ("r", 4, None)
     assert "step 4/4" in shown.err
 
@@ -216,6 +226,25 @@ def test_steps_0_is_a_run_of_no_steps(here, capsys):
     assert main(["train", "--config", "c.toml", "--out", "r", "--steps", "0"]) == 0
     assert "after 0 steps" in capsys.readouterr().out
     assert (here / "r" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("kibibytes", "flags", "words"),
+    [
+        (40, [], "failed: the file would be larger"),
+        (8, ["--steps", "500", "--checkpoint-every", "0"], "the run stopped: the file would be larger"),
+    ],
+    ids=["checkpoint", "metrics"],
+)
+def test_no_room_for_a_file_is_one_line(here, kibibytes, flags, words):
+    """A limit on the size of files stands for the full disk: the same calls fail, in the same places."""
+    assert main(["train", "--config", "c.toml", "--out", "before", "--steps", "0"]) == 0  # the token shards exist now
+    command = f"ulimit -f {kibibytes}; exec {sys.executable} -m laneway train --config c.toml --out r {' '.join(flags)}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert words in done.stderr
+    assert not list((here / "r").rglob("*.distcp"))
 
 
 def test_read_request_raises_what_the_verb_prints():

@@ -300,7 +300,8 @@ def test_the_display_has_plain_lines(change, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_saves_and_ends_well(change, tmp_path, name):
+def test_a_signal_saves_and_ends_well(change, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "c.toml").write_text(to_toml(change(steps=100_000, checkpoint_every=0, validate_every=0, probe_every=0)))
     command = [sys.executable, "-m", "laneway", "train", "--config", "c.toml", "--out", "run", "--json"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

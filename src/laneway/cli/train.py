@@ -18,6 +18,7 @@ from laneway.recipes import DEFAULT, RECIPES
 from laneway.rundir import RunDirectory
 from laneway.train.config import TrainConfig
 from laneway.train.loop import TrainResult, train
+from laneway.train.metrics import plain
 from laneway.train.place import newest_run
 from laneway.train.progress import duration
 from laneway.train.resume import saved_config
@@ -126,7 +127,7 @@ def _command(start: TrainConfig) -> Callable[..., Request]:
 
 def as_json(result: TrainResult) -> dict[str, object]:
     """The result in plain JSON types."""
-    return {**dataclasses.asdict(result), "run": str(result.run)}
+    return {name: plain(value) for name, value in dataclasses.asdict(result).items()} | {"run": str(result.run)}
 
 
 def last_lines(result: TrainResult) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from laneway.checkpoint import CheckpointStore, export
+from laneway.checkpoint.atomic import explain
 from laneway.core import Extension, LanewayError
 from laneway.rundir import RunDirectory, append_event
 from laneway.train.config import TrainConfig
@@ -82,12 +83,21 @@ def train(
         config.check(ranks.world_size)
         resolve(config.parallel, ranks.world_size)
         display = Display(config.steps, enabled=ranks.first and console is not None, to_stderr=console == "stderr")
-        with _folder(ranks, Path(out), resume, spare) as run:
+        with _disk_errors(Path(out)), _folder(ranks, Path(out), resume, spare) as run:
             layout = ranks.together(lambda: check_same_run(run, config) if resume else [])
             # In one expression: no name here keeps the model alive when the processes part.
             return _Training(config, run, ranks, build(config, ranks), list(extensions), display, stop, started).run(
                 resume, layout
             )
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Generator[None]:
+    """A full disk, a missing permission and the like become one line that a user can act on."""
+    try:
+        yield
+    except OSError as error:
+        raise LanewayError(f"the run stopped: {explain(error, folder)}") from error
 
 
 @contextmanager

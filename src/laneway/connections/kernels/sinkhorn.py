@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK = 16384  # tokens at a time: bounds the backward's history to 2·n·iterations·CHUNK numbers
+CHUNK = 2048  # tokens at a time: keeps K in the cache, and bounds what the backward holds
 SEGMENT = 10  # iterations between two restarts of the scalings: 64²⁰ < 3e38 still fits
 
 
@@ -77,10 +77,11 @@ def _scalings(k: Tensor, steps: int, eps: float) -> tuple[Tensor, Tensor]:
     n, _, tokens = k.shape
     a, b = k.new_empty(steps + 1, n, tokens), k.new_empty(steps + 1, n, tokens)
     a[0] = b[0] = 1.0
-    work = torch.empty_like(k)
+    of_input, of_output = a.unsqueeze(2).unbind(0), b.unbind(0)  # views made once: on small matrices indexing is what costs
+    sums, work = a.unbind(0), torch.empty_like(k)
     for t in range(1, steps + 1):
-        _divide(torch.sum(torch.mul(k, b[t - 1], out=work), 1, out=a[t]), a[t - 1], eps)
-        _divide(torch.sum(torch.mul(k, a[t].unsqueeze(1), out=work), 0, out=b[t]), b[t - 1], eps)
+        _divide(torch.sum(torch.mul(k, of_output[t - 1], out=work), 1, out=sums[t]), sums[t - 1], eps)
+        _divide(torch.sum(torch.mul(k, of_input[t], out=work), 0, out=of_output[t]), of_output[t - 1], eps)
     return a, b
 
 
@@ -102,21 +103,25 @@ def _backward_chunk(g: Tensor, logits: Tensor, iterations: int, eps: float) -> T
 
 
 def _backward_segment(g: Tensor, k: Tensor, a: Tensor, b: Tensor, eps: float) -> Tensor:
-    """Gradient of log(diag(a) K diag(b)) → gradient of log K. ga, gb, gk: gradients of a, b and K."""
+    """Gradient of log(diag(a) K diag(b)) → gradient of log K. ga, gb, gk: gradients of a, b and K; s: of a sum they divide by."""
+    slope_a, slope_b = ((-v * v).unbind(0) for v in (a, b))  # derivative of a reciprocal by its sum
+    of_input, of_output = a.unsqueeze(2).unbind(0), b.unbind(0)
     ga, gb = g.sum(1) / a[-1], g.sum(0) / b[-1]
     gk, work = torch.zeros_like(k), torch.empty_like(k)
-    for t in range(len(a) - 1, 0, -1):
-        # b_t = 1 / (Kᵀ a_t + ε/b_{t-1})
-        s = torch.mul(gb, b[t]).mul_(b[t]).neg_()
-        gk.addcmul_(a[t].unsqueeze(1), s)
-        ga += torch.sum(torch.mul(k, s, out=work), 1)
-        carried = s * (-eps) / (b[t - 1] * b[t - 1]) if eps != 0.0 else None
-        # a_t = 1 / (K b_{t-1} + ε/a_{t-1})
-        s = torch.mul(ga, a[t]).mul_(a[t]).neg_()
-        gk.addcmul_(s.unsqueeze(1), b[t - 1])
-        gb = torch.sum(torch.mul(k, s.unsqueeze(1), out=work), 0)
-        gb = gb if carried is None else gb.add_(carried)
-        ga = s * (-eps) / (a[t - 1] * a[t - 1]) if eps != 0.0 else torch.zeros_like(ga)
+    s = torch.empty_like(gb)
+    s_input = s.unsqueeze(1)
+    for t in range(a.shape[0] - 1, 0, -1):
+        torch.mul(gb, slope_b[t], out=s)  # b_t = 1 / (Kᵀ a_t + ε/b_{t-1})
+        gk.addcmul_(of_input[t], s)
+        from_b = torch.sum(torch.mul(k, s, out=work), 1)
+        ga = from_b if ga is None else ga.add_(from_b)
+        later_b = s * (-eps) / (of_output[t - 1] * of_output[t - 1]) if eps != 0.0 else None
+        torch.mul(ga, slope_a[t], out=s)  # a_t = 1 / (K b_{t-1} + ε/a_{t-1})
+        gk.addcmul_(s_input, of_output[t - 1])
+        torch.sum(torch.mul(k, s_input, out=work), 0, out=gb)
+        if later_b is not None:
+            gb += later_b
+        ga = s * (-eps) / (a[t - 1] * a[t - 1]) if eps != 0.0 else None
     return gk.mul_(k).add_(g)
 
 

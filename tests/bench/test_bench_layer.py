@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from laneway.bench import agreement, layer, peers
 from laneway.bench.memory import highest, peak_bytes
@@ -88,6 +90,32 @@ def test_rows_of_a_measurement():
     copy = rows[names.index("copy")]
     assert copy["over_floor"] == pytest.approx(8 / 42)
     assert copy["peak_bytes"] is None
+
+
+def test_dtypes_share_a_process_only_where_nothing_is_compiled(monkeypatch):
+    started = []
+    monkeypatch.setattr(layer, "_in_fresh_process", lambda part, count: started.append((part.shapes, part.dtypes, count)) or [])
+    options = replace(SMALL, dtypes=("fp32", "bf16"), threads=(1, 2))
+    layer.run(options)
+    assert started == [(SMALL.shapes, ("fp32", "bf16"), 1), (SMALL.shapes, ("fp32", "bf16"), 2)]
+    started.clear()
+    layer.run(replace(options, compiled=True))
+    assert [(dtypes, count) for _, dtypes, count in started] == [(("fp32",), 1), (("bf16",), 1), (("fp32",), 2), (("bf16",), 2)]
+
+
+# Between the two graphs the compiler looks at .grad of what the closure holds, and torch warns of that.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.compiler
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+def test_a_compiled_site_is_two_graphs_and_the_same_function():
+    """Before and after the sub-layer; anything that fell back to eager code would be timed under the wrong name."""
+    torch.compiler.reset()
+    counters.clear()
+    site, apply = layer._sites(16, compiled=True)["laneway_compiled"]
+    x = torch.randn(1, 24, layer.STREAMS, 16)
+    torch.testing.assert_close(apply(site, x), peers.apply_ours(site, x), rtol=1e-5, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
+    torch.compiler.reset()
 
 
 def test_summary_takes_ratios_from_the_rows():

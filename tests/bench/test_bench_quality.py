@@ -65,6 +65,7 @@ def test_variants_differ_in_the_model_alone():
         ({"variants": ("mhc",)}, "variants", "with residual"),
         ({"seeds": 0}, "seeds", "an integer ≥ 1"),
         ({"steps": -1}, "steps", "an integer ≥ 1"),
+        ({"threads": -1}, "threads", "an integer ≥ 0"),
         ({"lr": 0.0}, "optimizer.lr", "a number > 0"),
     ],
 )
@@ -79,4 +80,15 @@ def test_quick_is_smaller_and_says_so():
     options = quality.quick(quality.QualityOptions())
     assert options.quick
     assert options.steps * options.layers * options.dim < 300 * 8 * 64 / 20
-    assert torch.get_num_threads() >= 1
+
+
+def test_threads_are_those_asked_for_and_are_put_back():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rows = quality.run(replace(TINY, variants=("residual",), seeds=1, threads=1)).tables["quality"]
+        assert rows[0]["threads"] == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert quality.quick(quality.QualityOptions()).threads == 1

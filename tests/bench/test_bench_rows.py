@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import math
+import os
 
 import pytest
 
 from laneway.bench import rows as rows_module
-from laneway.bench.rows import Report, append, machine, source_results, versions
-from laneway.core import LanewayError
+from laneway.bench.rows import Report, append, machine, results_folder, source_results, versions
+from laneway.core import InputError, LanewayError
 
 
 def read(path):
@@ -64,5 +67,40 @@ def test_every_table_has_its_file(tmp_path):
 def test_outside_a_checkout_a_folder_must_be_named(monkeypatch, tmp_path):
     assert source_results().name == "results"
     monkeypatch.setattr(rows_module, "__file__", str(tmp_path / "a" / "b" / "c" / "rows.py"))
-    with pytest.raises(LanewayError, match="--save DIR"):
+    with pytest.raises(InputError, match="--save DIR"):
         source_results()
+
+
+def test_a_folder_to_save_in_is_looked_at_first(tmp_path):
+    assert results_folder("") == source_results()
+    assert results_folder(str(tmp_path / "new" / "one")).is_dir()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError) as caught:
+        results_folder(str(tmp_path / "file" / "below"))
+    assert caught.value.field == "save"
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.csv"
+    append(path, [{"a": 1}])
+    before = path.read_bytes()
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(rows_module.os, "fsync", full)
+    with pytest.raises(LanewayError, match="No space left"):
+        append(path, [{"a": 2}])
+    assert path.read_bytes() == before
+    assert [item.name for item in tmp_path.iterdir()] == ["x.csv"]
+
+
+def test_a_diverged_run_is_null_in_json_and_empty_in_csv(tmp_path):
+    diverged = [{"val_loss": math.nan, "variant": "hc"}]
+    report = Report(
+        "quality", {"quality": diverged}, {"hc": {"val_loss": {"value": None, "low": None, "high": None, "sd": math.inf}}}
+    )
+    found = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    assert found["rows"][0]["val_loss"] is None
+    assert found["summary"]["hc"]["val_loss"]["sd"] is None
+    assert read(append(tmp_path / "x.csv", diverged))[0]["val_loss"] == ""

@@ -38,6 +38,7 @@ def test_tables_for_people(capfd):
         (["quality", "--variants", "residual,mch"], "did you mean 'mhc'?"),
         (["quality", "--seeds", "0"], "seeds: got 0"),
         (["quality", "--nope", "1"], "--nope"),
+        (["layer", "--save", "/dev/null/x"], "save: got"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capfd, words, part):

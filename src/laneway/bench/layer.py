@@ -2,7 +2,8 @@
 
 The floor is three times the bytes of a forward pass that reads and writes each tensor once, 3·(3n + 2)·C numbers a token, at
 the bandwidth of ``copy_`` of a buffer of the streams' size measured in the same rounds (a copy moves 2·n·C numbers a token).
-Every number of threads runs in a process of its own, because OpenMP and compiled code fix theirs at the start.
+Every number of threads runs in a process of its own, because OpenMP and compiled code fix theirs at the start; so does every
+shape and dtype where variants are compiled, because torch.compile would make code for changing shapes of the second one.
 
 Shapes: N tokens, n streams, C width.
 """
@@ -75,10 +76,9 @@ def run(options: LayerOptions, progress: Callable[[str], None] = lambda line: No
     rows: list[Row] = []
     for count in counts:
         for shape in options.shapes:
-            for dtype in options.dtypes:
-                progress(f"{shape[0]} tokens × {shape[1]}, {dtype}, {count} thread{'s' * (count > 1)}")
-                part = replace(options, shapes=(shape,), dtypes=(dtype,), threads=(count,))
-                rows += _in_fresh_process(part, count)
+            for dtypes in [(name,) for name in options.dtypes] if options.compiled else [options.dtypes]:
+                progress(f"{shape[0]} tokens × {shape[1]}, {', '.join(dtypes)}, {count} thread{'s' * (count > 1)}")
+                rows += _in_fresh_process(replace(options, shapes=(shape,), dtypes=dtypes, threads=(count,)), count)
     notes = [peer.missing for peer in peers.PEERS.values() if not peer.present]
     if options.quick:
         notes.append("quick: ≤ 60 s on 2 cores; first shape, eager variants, few rounds. Leave --quick out for the rest")
@@ -96,9 +96,14 @@ def _in_fresh_process(options: LayerOptions, threads: int) -> list[Row]:
 
 
 def measure(options: LayerOptions) -> list[Row]:
-    """Rows of one shape, dtype and number of threads, measured in this process."""
-    (tokens, dim), name = options.shapes[0], options.dtypes[0]
+    """Rows of one shape and number of threads for each dtype, measured in this process."""
     torch.set_num_threads(options.threads[0])
+    return [row for name in options.dtypes for row in _condition(options, name)]
+
+
+def _condition(options: LayerOptions, name: str) -> list[Row]:
+    """Rows of one shape, number of threads and dtype."""
+    tokens, dim = options.shapes[0]
     torch.manual_seed(0)
     dtype = DTYPES[name]
     gy_tnc = torch.randn(1, tokens, STREAMS, dim, dtype=dtype)

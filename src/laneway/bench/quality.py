@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 
 from laneway.bench.memory import peak_bytes
 from laneway.bench.rows import Report, Row
-from laneway.bench.stats import Interval, mean_interval, paired_ratio, spread
+from laneway.bench.stats import Interval, mean_interval, spread
+from laneway.bench.timer import Samples, ratio
 from laneway.core import InputError, choice, positive_int
 from laneway.models.gpt import RESIDUALS, GPTConfig
 from laneway.train.config import OptimizerConfig, TrainConfig
@@ -45,6 +47,8 @@ class QualityOptions:
     batch_size: int = 8
     validation_batches: int = 32
     probe_every: int = 10
+    threads: int = 0
+    """0 for all."""
     quick: bool = False
 
     def check(self) -> None:
@@ -55,6 +59,7 @@ class QualityOptions:
             raise InputError("variants", ",".join(self.variants), f"a list with {BASELINE}, which the others are compared with")
         for name in ("seeds", "steps", "batch_size", "validation_batches", "probe_every"):
             positive_int(name, getattr(self, name))
+        positive_int("threads", self.threads, 0)
         self.config(BASELINE, 0).check()
 
     def config(self, variant: str, seed: int) -> TrainConfig:
@@ -72,25 +77,38 @@ class QualityOptions:
 
 
 def quick(options: QualityOptions) -> QualityOptions:
-    """At most a minute on two cores: four narrow layers, few steps, three seeds."""
-    return replace(options, steps=min(options.steps, 40), layers=4, dim=32, context=64, validation_batches=8, quick=True)
+    """At most a minute on two cores: four narrow layers, few steps, and one thread, as threads only wait for each other there."""
+    small = {"layers": 4, "dim": 32, "context": 64, "validation_batches": 8, "threads": 1}
+    return replace(options, steps=min(options.steps, 40), quick=True, **small)
 
 
 def run(options: QualityOptions, progress: Callable[[str], None] = lambda line: None) -> Report:
     """Train every variant with every seed; raises InputError where an option is out of range."""
     options.check()
     rows: list[Row] = []
-    times: dict[str, list[float]] = {name: [] for name in options.variants}
-    for seed in range(options.seeds):
-        progress(f"seed {seed + 1} of {options.seeds}: {', '.join(options.variants)}")
-        rows += _one_seed(options, seed, times)
+    times = {name: Samples() for name in options.variants}
+    with _threads(options.threads):
+        for seed in range(options.seeds):
+            progress(f"seed {seed + 1} of {options.seeds}: {', '.join(options.variants)}, {options.steps} steps each")
+            rows += _one_seed(options, seed, times)
     notes = []
     if options.quick:
-        notes.append("quick: ≤ 60 s on 2 cores; a very small network and few steps: read its loss as a smoke test")
+        notes.append("quick: ≤ 60 s on 2 cores; a very small network, few steps, one thread: read its loss as a smoke test")
     return Report("quality", {"quality": rows}, summarise(rows, times), notes)
 
 
-def _one_seed(options: QualityOptions, seed: int, times: dict[str, list[float]]) -> list[Row]:
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Use ``count`` threads of torch inside the block; 0 leaves their number alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _one_seed(options: QualityOptions, seed: int, times: dict[str, Samples]) -> list[Row]:
     """Train all variants side by side; appends the seconds of every step to ``times``."""
     with ranks_of_run("auto") as ranks:
         runs = {name: build(options.config(name, seed), ranks) for name in options.variants}
@@ -99,9 +117,10 @@ def _one_seed(options: QualityOptions, seed: int, times: dict[str, list[float]])
         for step in range(1, options.steps + 1):
             first = step % len(names)
             for name in names[first:] + names[:first]:
-                start = time.perf_counter()
+                wall, cpu = time.perf_counter(), time.process_time()
                 batch = _step(options, runs[name], step, name, seed)
-                times[name].append(time.perf_counter() - start)
+                times[name].cpu_s.append(time.process_time() - cpu)
+                times[name].wall_s.append(time.perf_counter() - wall)
                 if step % options.probe_every == 0 or step == options.steps:
                     figures = runs[name].evaluator.probe(batch[0])
                     gains[name] = {key: max(gains[name][key], float(figures.get(key, 1.0))) for key in gains[name]}
@@ -115,11 +134,13 @@ def _step(options: QualityOptions, bench: Workbench, step: int, name: str, seed:
     return batch
 
 
-def _row(options: QualityOptions, name: str, seed: int, bench: Workbench, gains: dict[str, float], times: dict[str, list[float]]) -> Row:
-    own, base = (times[key][-options.steps :] for key in (name, BASELINE))
+def _row(
+    options: QualityOptions, name: str, seed: int, bench: Workbench, gains: dict[str, float], times: dict[str, Samples]
+) -> Row:
+    own, base = (times[key].last(options.steps) for key in (name, BASELINE))
     loss = bench.evaluator.validation_loss()
     batch = next(bench.loader)
-    peak = peak_bytes(lambda: bench.stepper(batch, 0.0, False, lambda: None))
+    peak = peak_bytes(lambda: bench.stepper(batch, 0.0, False, lambda: None), bench.parallel.device)
     return {
         "variant": name,
         "seed": seed,
@@ -134,15 +155,16 @@ def _row(options: QualityOptions, name: str, seed: int, bench: Workbench, gains:
         "parameters": bench.parameters,
         "val_loss": loss,
         "val_bits_per_byte": bench.corpus.bits_per_byte(loss, "validation"),
-        "step_ms": 1000 * statistics.median(own),
-        "step_time_over_residual": paired_ratio(own, base).value,
+        "step_ms": 1000 * statistics.median(own.wall_s),
+        "step_cpu_ms": 1000 * statistics.median(own.cpu_s),
+        "step_time_over_residual": ratio(own, base).value,
         "peak_bytes": peak,
         "gain_forward_max": gains["gain_forward"],
         "gain_backward_max": gains["gain_backward"],
     }
 
 
-def summarise(rows: Sequence[Row], times: dict[str, list[float]]) -> dict[str, Any]:
+def summarise(rows: Sequence[Row], times: dict[str, Samples]) -> dict[str, Any]:
     """Per variant: validation loss (mean, its interval, standard deviation over seeds), paired difference, ratios, gains."""
     by_variant = {name: [row for row in rows if row["variant"] == name] for name in times}
     base = by_variant[BASELINE]
@@ -154,7 +176,7 @@ def summarise(rows: Sequence[Row], times: dict[str, list[float]]) -> dict[str, A
         summary[name] = {
             "val_loss": mean_interval(losses).as_json() | {"sd": spread(losses) if len(losses) > 1 else None},
             "val_loss_minus_residual": mean_interval(paired).as_json(),
-            "step_time_over_residual": paired_ratio(times[name], times[BASELINE]).as_json(),
+            "step_time_over_residual": ratio(times[name], times[BASELINE]).as_json(),
             "step_memory_over_residual": Interval.exact(memory).as_json(),
             "gain_forward_max": max(row["gain_forward_max"] for row in own),
             "gain_backward_max": max(row["gain_backward_max"] for row in own),

@@ -13,8 +13,10 @@ import csv
 import datetime
 import importlib.metadata
 import io
+import math
 import os
 import platform
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 
 from laneway import __version__
-from laneway.core import LanewayError
+from laneway.core import InputError, LanewayError
 
 Row = dict[str, Any]
 PACKAGES = ("torch", "numpy", "transformers", "hyper-connections")
@@ -45,14 +47,23 @@ class Report:
             "bench": self.bench,
             "machine": machine(),
             "versions": versions(),
-            "rows": rows,
-            "summary": self.summary,
+            "rows": _finite(rows),
+            "summary": _finite(self.summary),
             "notes": self.notes,
         }
 
     def save(self, folder: Path) -> list[Path]:
         """Append every table to ``folder/TABLE.csv``."""
         return [append(folder / f"{name}.csv", rows) for name, rows in self.tables.items() if rows]
+
+
+def _finite(value: Any) -> Any:
+    """``value`` as JSON can hold it: None for what is no finite number (the loss of a run that diverged)."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def versions() -> dict[str, str]:
@@ -122,20 +133,34 @@ def append(path: Path, rows: list[Row]) -> Path:
     if not old:
         writer.writeheader()
     writer.writerows({key: _cell(value) for key, value in row.items()} for row in full)
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(old + buffer.getvalue(), "utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise LanewayError(f"{path}: can't be written ({error.strerror})") from error
+    _replace(path, old + buffer.getvalue())
     return path
 
 
+def _replace(path: Path, text: str) -> None:
+    """Write ``path`` as a whole: to a file of its own beside it, onto the disk, then renamed."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", suffix=".new", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)  # temporary files are for their owner alone
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        raise LanewayError(f"{path}: can't be written ({error.strerror})") from error
+
+
 def _cell(value: Any) -> Any:
-    """Six significant digits for measured numbers; nothing for what was not measured."""
+    """Six significant digits for measured numbers; nothing for what was not measured or is no finite number."""
+    value = _finite(value)
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else value
@@ -145,9 +170,27 @@ def source_results() -> Path:
     """``benchmarks/results`` of the source checkout this package runs from.
 
     Raises:
-        LanewayError: laneway was installed from a wheel; name a folder.
+        InputError: laneway was installed from a wheel; name a folder.
     """
     folder = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
     if not folder.is_dir():
-        raise LanewayError("save: laneway does not run from a source checkout here; name a folder: --save DIR")
+        raise InputError("save", "", "--save DIR", "laneway does not run from a source checkout here, so a folder must be named")
+    return folder
+
+
+def results_folder(given: str) -> Path:
+    """The folder ``given`` ("": that of the source checkout), made if need be: looked at before anything is measured.
+
+    Raises:
+        InputError: there is no such folder and it can't be made, or it can't be written to.
+    """
+    if not given:
+        return source_results()
+    folder = Path(given).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError("save", given, "a folder that exists or can be made", error.strerror) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError("save", given, "a folder that can be written to")
     return folder

@@ -29,6 +29,10 @@ class Samples:
         """The samples of the clock ``wall`` or ``cpu``."""
         return {"wall": self.wall_s, "cpu": self.cpu_s}[clock]
 
+    def last(self, rounds: int) -> Samples:
+        """The newest ``rounds`` rounds."""
+        return Samples(self.wall_s[-rounds:], self.cpu_s[-rounds:])
+
     def columns(self) -> dict[str, float | int]:
         """Rounds, medians and quartiles as columns of a row, in milliseconds."""
         row: dict[str, float | int] = {"rounds": len(self.wall_s)}

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -28,13 +27,13 @@ def run(args: Sequence[str]) -> int:
     name = choice("bench", args[0], BENCHES)
     command = {"layer": _layer, "quality": _quality}[name]
     job = parse(command, _bare_save(args[1:]), prog=f"laneway bench {name}")
-    from laneway.bench.rows import source_results
+    from laneway.bench.rows import results_folder
     from laneway.bench.table import show
 
-    folder = None if job.save is None else source_results() if job.save == "" else Path(job.save)
+    folder = None if job.save is None else results_folder(job.save)
     report = job.work(lambda line: print(line, file=sys.stderr, flush=True))
     if job.json:
-        print(json.dumps(report.as_json()))
+        print(json.dumps(report.as_json(), allow_nan=False))
     else:
         show(report)
     for path in [] if folder is None else report.save(folder):
@@ -102,21 +101,24 @@ def _quality(
     seeds: int = 3,
     steps: int = 300,
     lr: float = 3e-3,
+    threads: int = 0,
 ) -> _Job:
     """The same training run with different residuals: validation loss, step time, memory, gain.
 
     Args:
-        quick: at most 60 s on 2 cores: a very small network and few steps.
+        quick: at most 60 s on 2 cores: a very small network, at most 40 steps, one thread.
         json: one JSON object on stdout.
         save: append the rows to DIR/quality.csv; without DIR to benchmarks/results of the source checkout.
         variants: comma-separated; residual must be among them. Any residual of the model, and mhc-uncapped.
         seeds: seeds 0 … N−1.
         steps: optimizer steps of each run.
         lr: highest learning rate, the same for all.
+        threads: number of threads; 0 is all.
     """
     from laneway.bench import quality
 
-    options = quality.QualityOptions(variants=tuple(v.strip() for v in variants.split(",")), seeds=seeds, steps=steps, lr=lr)
+    names = tuple(name.strip() for name in variants.split(","))
+    options = quality.QualityOptions(variants=names, seeds=seeds, steps=steps, lr=lr, threads=threads)
     options.check()
     options = quality.quick(options) if quick else options
     return _Job(lambda progress: quality.run(options, progress), json, save)

@@ -128,7 +128,29 @@ def test_summary_takes_ratios_from_the_rows():
     rows = [shared | numbers | {"variant": name} for name in ("laneway", "transformers_compiled", "copy")]
     summary = layer.summarise(rows)["1x2 fp32 1t"]
     assert summary["speedup_over_transformers_compiled"] == {"value": 3.0, "low": 2.0, "high": 4.0}
-    assert set(summary) == {"over_floor", "peak_over_streams", "speedup_over_transformers_compiled"}
+    assert set(summary) == {
+        "over_floor",
+        "peak_over_streams",
+        "speedup_over_transformers_compiled",
+        "speedup_over_fastest_compiled_peer",
+    }
+
+
+def test_the_fastest_compiled_peer_is_named():
+    entry = {
+        f"speedup_over_{name}": {"value": value}
+        for name, value in [
+            ("transformers", 1.0),
+            ("laneway_compiled", 0.5),
+            ("transformers_compiled", 3.0),
+            ("hyper_connections_compiled", 2.0),
+        ]
+    }
+    layer._fastest(entry)
+    assert entry["speedup_over_fastest_compiled_peer"] == {"value": 2.0, "variant": "hyper_connections_compiled"}
+    none: dict = {"over_floor": {"value": 1.0}}
+    layer._fastest(none)
+    assert list(none) == ["over_floor"]
 
 
 def test_worker_process_prints_rows_alone():

@@ -27,6 +27,7 @@ def test_tables_for_people(capfd):
     out, _ = capfd.readouterr()
     for word in ("laneway", "plain_residual", "summary", "over_floor"):
         assert word in out
+    assert not set("┃│━") & set(out), "lines are for terminals"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows and summaries for people: a rich table, which is plain text where there is no terminal."""
+"""Rows and summaries for people: a rich table on a terminal, aligned columns without lines anywhere else."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ def show(report: Report, console: Console | None = None) -> None:
     if not console.is_terminal:
         console = Console(file=console.file, width=max(console.width, 160))
     for name, rows in report.tables.items():
-        console.print(_table(name, rows, COLUMNS[name]))
-    console.print(_summary(report.summary))
+        _print(console, _table(name, rows, COLUMNS[name]))
+    _print(console, _summary(report.summary))
     for note in report.notes:
         console.print(note, highlight=False)
+
+
+def _print(console: Console, table: Table) -> None:
+    if not console.is_terminal:
+        table.box, table.title_justify = None, "left"
+    console.print(table)
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Table:

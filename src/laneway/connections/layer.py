@@ -119,9 +119,11 @@ class HyperConnection(WideParameters):
         for observe in self.observers:
             observe(self, x.detach(), res.detach())
 
+        shape = h.shape
+
         def merge(f: Tensor) -> Tensor:
-            if f.shape != h.shape:
-                raise InputError("f", list(f.shape), f"the sub-layer's output, {list(h.shape)}")
+            if f.shape != shape:
+                raise InputError("f", list(f.shape), f"the sub-layer's output, {list(shape)}")
             return ops.post_mix(x, carry, f, post, res)
 
         return h, merge

@@ -127,9 +127,9 @@ def rotate(x_bhtd: Tensor, table: Tensor) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm, in the dtype of its input: fp32 weights over bf16 streams keep the fused kernel."""
 
-    def forward(self, x_btc: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[b, t, c] → [b, t, c]."""
-        return F.rms_norm(x_btc, self.normalized_shape, self.weight.to(x_btc.dtype), self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):

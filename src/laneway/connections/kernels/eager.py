@@ -6,7 +6,7 @@ Forward of a site:    u = x φᵀ,  r = 1/√(mean x² + ε),  z = r u  (RMSNorm
                       y_i = Σ_j res_ij x_j + post_i f
 Backward of a site:   gx = resᵀ gy                                       written by the post-mix
                       gx += pre ⊗ gh + (r gz) φ − (r²/K)(gz·z) x        added in place by the pre-mix, chunk by chunk in cache
-Products are written as row vector × matrix: on CPU that form of ``bmm`` is an order of magnitude faster than matrix × column.
+Products are written as row vector × matrix: on CPU that form of ``bmm`` is much faster than matrix × column.
 Accumulation is in fp32 (float64 for float64 streams) whatever the streams are; each result is rounded once.
 
 Shapes: N tokens, n streams, C width, G groups that are normalised apart (1: vec(x), n: every stream), K = nC/G numbers in

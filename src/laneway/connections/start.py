@@ -8,9 +8,9 @@ doubly stochastic the network stays equal to the plain one if and only if
 
 d is spanned by one direction q (what writes put in), so reads and read-out must be orthogonal to q: with q = 0 all streams
 are equal and H_res, whose rows sum to one, has **no gradient at all**; with every read alike, none either on an exactly doubly
-stochastic manifold. The embedding enters as 1 − q, so that streams differ in direction and H_pre lives as well. q and the reads need
-two different directions orthogonal to (1, …, 1): that takes n ≥ 3. For n = 2 there is only one, the reads get it, and
-H_res wakes up after the first update.
+stochastic manifold. The embedding enters as 1 − q, so that streams differ in direction and H_pre lives as well. q and the
+reads need two different directions orthogonal to (1, …, 1): that takes n ≥ 3. For n = 2 there is only one, the reads get it,
+and H_res wakes up after the first update.
 """
 
 from __future__ import annotations

@@ -227,6 +227,6 @@ def test_damaged_checkpoints_are_not_mistaken_for_none(change, tmp_path):
     for file in (tmp_path / "run" / "checkpoints").glob("step_*/*.distcp"):
         file.write_bytes(file.read_bytes()[:-1])
     before = (tmp_path / "run" / "metrics" / "rank0.jsonl").read_bytes()
-    with pytest.raises(LanewayError, match="every checkpoint in .* is damaged"):
+    with pytest.raises(LanewayError, match=r"every checkpoint in .* is damaged"):
         go(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "metrics" / "rank0.jsonl").read_bytes() == before

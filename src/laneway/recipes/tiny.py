@@ -8,8 +8,8 @@ from laneway.train.config import OptimizerConfig, TrainConfig
 def tiny() -> TrainConfig:
     """A byte-level GPT with mHC on the standard library's sources.
 
-    Chosen by measurement on two cores: short sequences keep attention cheap and small batches give many updates. Learning rates of
-    5e-3 and 1e-2, tried with GPT-2's initial deviation of 0.02, ended far higher than 3e-3 with 0.05.
+    Chosen by measurement on two cores: short sequences keep attention cheap and small batches give many updates. Learning rates
+    of 5e-3 and 1e-2, tried with GPT-2's initial deviation of 0.02, ended far higher than 3e-3 with 0.05.
     benchmarks/results/tiny_run.csv holds the curve.
     """
     return TrainConfig(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -117,6 +118,17 @@ def test_the_module_is_the_command():
     assert done.stdout == f"laneway {laneway.__version__}\n"
     bad = subprocess.run([sys.executable, "-m", "laneway", "tran"], capture_output=True, text=True, check=False)
     assert bad.returncode == 2
+
+
+def test_a_reader_that_leaves_early_is_no_crash():
+    """`laneway … | head`: no traceback, and no exit code that claims the work was done."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "laneway", "bench", "--help"], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_import_contracts_hold():

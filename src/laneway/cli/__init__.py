@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from laneway import __version__
@@ -26,7 +27,7 @@ def _overview() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb. Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr)."""
+    """Run one verb. Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr), 130 and 141 as shells count signals."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -41,10 +42,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"laneway: verb: got {verb!r}; accepted: {', '.join(VERBS)}{hint}", file=sys.stderr)
         return 2
     try:
-        return importlib.import_module(f"laneway.cli.{verb}").run(rest) or 0
+        code = importlib.import_module(f"laneway.cli.{verb}").run(rest) or 0
+        sys.stdout.flush()
+        return code
     except LanewayError as error:
         print(f"laneway {verb}: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # the reader of a pipe has seen enough: `laneway bench … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains again at its end
+        return 141
     except KeyboardInterrupt:
         print(f"laneway {verb}: interrupted", file=sys.stderr)
         return 130

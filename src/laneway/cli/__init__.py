@@ -27,7 +27,7 @@ def _overview() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb. Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr); 130 and 141: interrupted, pipe closed."""
+    """Run one verb. Exit codes: 0 done, 1 the run failed, 2 bad input (one line), 130 interrupted, 141 pipe closed."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(_overview())

@@ -88,8 +88,12 @@ def _scalings(k: Tensor, steps: int, eps: float) -> tuple[Tensor, Tensor]:
 def _divide(sums: Tensor, previous: Tensor, eps: float) -> None:
     """In place: 1 / (sums + ε / previous)."""
     if eps != 0.0:
-        sums.add_(previous.reciprocal(), alpha=eps)
+        sums.addcdiv_(_one(sums), previous, value=eps)
     sums.reciprocal_()
+
+
+def _one(like: Tensor) -> Tensor:
+    return torch.ones((), dtype=like.dtype, device=like.device)
 
 
 def _backward_chunk(g: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
@@ -103,25 +107,29 @@ def _backward_chunk(g: Tensor, logits: Tensor, iterations: int, eps: float) -> T
 
 
 def _backward_segment(g: Tensor, k: Tensor, a: Tensor, b: Tensor, eps: float) -> Tensor:
-    """Gradient of log(diag(a) K diag(b)) → gradient of log K. ga, gb, gk: gradients of a, b and K; s: of a sum they divide by."""
+    """Gradient of log(diag(a) K diag(b)) → gradient of log K. ga, gb, gk: gradients of a, b and K; sa, sb: of sums they divide by."""
     slope_a, slope_b = ((-v * v).unbind(0) for v in (a, b))  # derivative of a reciprocal by its sum
+    carry_a, carry_b = ((-eps / (v * v)).unbind(0) if eps != 0.0 else () for v in (a, b))  # of ε / previous
     of_input, of_output = a.unsqueeze(2).unbind(0), b.unbind(0)
     ga, gb = g.sum(1) / a[-1], g.sum(0) / b[-1]
     gk, work = torch.zeros_like(k), torch.empty_like(k)
-    s = torch.empty_like(gb)
-    s_input = s.unsqueeze(1)
-    for t in range(a.shape[0] - 1, 0, -1):
-        torch.mul(gb, slope_b[t], out=s)  # b_t = 1 / (Kᵀ a_t + ε/b_{t-1})
-        gk.addcmul_(of_input[t], s)
-        from_b = torch.sum(torch.mul(k, s, out=work), 1)
-        ga = from_b if ga is None else ga.add_(from_b)
-        later_b = s * (-eps) / (of_output[t - 1] * of_output[t - 1]) if eps != 0.0 else None
-        torch.mul(ga, slope_a[t], out=s)  # a_t = 1 / (K b_{t-1} + ε/a_{t-1})
-        gk.addcmul_(s_input, of_output[t - 1])
-        torch.sum(torch.mul(k, s_input, out=work), 0, out=gb)
-        if later_b is not None:
-            gb += later_b
-        ga = s * (-eps) / (a[t - 1] * a[t - 1]) if eps != 0.0 else None
+    sa, sb = torch.zeros_like(gb), torch.empty_like(gb)
+    sa_input, last = sa.unsqueeze(1), a.shape[0] - 1
+    for t in range(last, 0, -1):
+        torch.mul(gb, slope_b[t], out=sb)  # b_t = 1 / (Kᵀ a_t + ε/b_{t-1})
+        gk.addcmul_(of_input[t], sb)
+        torch.mul(k, sb, out=work)
+        if t == last:
+            ga += torch.sum(work, 1)
+        else:
+            torch.sum(work, 1, out=ga)
+            if eps != 0.0:
+                ga.addcmul_(sa, carry_a[t])
+        torch.mul(ga, slope_a[t], out=sa)  # a_t = 1 / (K b_{t-1} + ε/a_{t-1})
+        gk.addcmul_(sa_input, of_output[t - 1])
+        torch.sum(torch.mul(k, sa_input, out=work), 0, out=gb)
+        if eps != 0.0:
+            gb.addcmul_(sb, carry_b[t - 1])
     return gk.mul_(k).add_(g)
 
 

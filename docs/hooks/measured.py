@@ -36,6 +36,22 @@ _PARTS = re.compile(
 # Columns that say where and when a row was measured.
 PROVENANCE = ("date", "laneway", "torch", "cpu", "cores", "device")
 
+# Columns that say what a row is about. A run's rows, which have none of them, belong together.
+CONDITION = (
+    "tokens",
+    "dim",
+    "streams",
+    "dtype",
+    "threads",
+    "compared",
+    "layers",
+    "context",
+    "batch_size",
+    "steps",
+    "lr",
+    "quick",
+)
+
 Cell = str | int | float | None
 Row = dict[str, Cell]
 
@@ -130,7 +146,7 @@ def _cell(text: str | None) -> Cell:
 
 
 def select(rows: list[Row], columns: list[str], where: dict[str, Any]) -> list[Row]:
-    """The rows that fit ``where``, of the newest date only; raises MeasuredError where a column or every row is missing."""
+    """The newest rows of each condition that fit ``where``; raises MeasuredError where a column or every row is missing."""
     known = list(rows[0]) if rows else []
     for column in [*columns, *where]:
         if column not in known:
@@ -138,8 +154,15 @@ def select(rows: list[Row], columns: list[str], where: dict[str, Any]) -> list[R
     fit = [row for row in rows if all(_fits(row[key], wanted) for key, wanted in where.items())]
     if not fit:
         raise MeasuredError("no row fits")
-    newest = max(str(row.get("date")) for row in fit)
-    return [row for row in fit if str(row.get("date")) == newest]
+    newest: dict[tuple[Cell, ...], str] = {}
+    for row in fit:
+        newest[_condition(row)] = max(newest.get(_condition(row), ""), str(row.get("date")))
+    return [row for row in fit if str(row.get("date")) == newest[_condition(row)]]
+
+
+def _condition(row: Row) -> tuple[Cell, ...]:
+    """What was measured, as against what came out: rows that agree in it replace each other by date."""
+    return tuple(row.get(column) for column in CONDITION)
 
 
 def _fits(value: Cell, wanted: Any) -> bool:

@@ -30,6 +30,14 @@ def test_a_figure_is_the_newest_row_that_fits(results):
     assert show(text, results) == "it takes 31.2 ms."
 
 
+def test_measuring_one_condition_again_leaves_the_others(tmp_path):
+    (tmp_path / "layer.csv").write_text(
+        "date,variant,dtype,wall_ms\n2026-01-01,ours,fp32,1\n2026-01-01,ours,bf16,2\n2026-02-01,ours,fp32,3\n", "utf-8"
+    )
+    lines = render('{{ table("layer", ["dtype", "wall_ms"]) }}', "page.md", tmp_path).splitlines()
+    assert lines[2:] == ["| bf16 | 2 |", "| fp32 | 3 |"]
+
+
 def test_a_format_sees_the_other_cells(results):
     text = '{{ figure("layer", "wall_ms", "{:.0f} from {wall_ms_q1:.0f}", variant="peer", dtype=["fp32", "fp16"]) }}'
     assert show(text, results) == "80 from 79"

@@ -44,6 +44,18 @@ def test_any_size_and_option(seed, n, dim, tokens, eps, cap, iterations):
 
 
 @pytest.mark.parametrize("manifold", ["sinkhorn", "none"])
+@pytest.mark.parametrize("streams", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("maps", [torch.float64, torch.float32])
+def test_any_pair_of_dtypes(manifold, streams, maps):
+    site = random_site(16, 4, manifold, dtype=maps)
+    x, gy, branch = torch.randn(11, 4, 16).to(streams), torch.randn(11, 4, 16).to(streams), branch_for(16)
+    bound = 0.05 if streams == torch.bfloat16 else 1e-5
+    for name, got, want in zip(NAMES, run(site, x, branch, gy), run_reference(site, x, branch, gy), strict=True):
+        assert got.dtype == (streams if name in "yx" else maps)
+        assert error(got, want) < bound, name
+
+
+@pytest.mark.parametrize("manifold", ["sinkhorn", "none"])
 def test_float64_streams_are_exact(manifold):
     site = random_site(16, 4, manifold, dtype=torch.float64)
     x, gy, branch = torch.randn(11, 4, 16).double(), torch.randn(11, 4, 16).double(), branch_for(16)

@@ -50,12 +50,12 @@ def test_gradcheck(iterations, eps):
     assert torch.autograd.gradcheck(lambda t: ops.sinkhorn(t, 4, iterations, eps), (logits,))
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4, 8, 128])
 @pytest.mark.parametrize("spread", [50.0, 1e3, 1e4])
 @pytest.mark.parametrize("iterations", [20, 200])
 def test_huge_logits(n, spread, iterations):
     torch.manual_seed(0)
-    logits = torch.randn(500, n * n) * spread
+    logits = torch.randn(500 if n <= 8 else 5, n * n) * spread
     logits[0] = spread  # all equal
     logits[1] = torch.arange(n * n) * spread  # every input prefers the same output
     logits.requires_grad_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -109,7 +110,14 @@ def test_commands_are_found():
 def test_make_does_all_set_up(target, tmp_path):
     """On a machine without the environment, the target makes it: venv, torch by its pin, the package."""
     done = subprocess.run(
-        ["make", "-n", target, f"VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["make", "-n", target, f"VENV={tmp_path / 'venv'}"],
+        cwd=ROOT,
+        env={
+            name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+        },  # as from a shell, also under make
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

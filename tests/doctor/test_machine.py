@@ -173,7 +173,7 @@ def test_memory_limit_of_a_control_group(tmp_path, name, text, limit):
 
 def test_optional_packages_come_from_the_extras():
     extras = optional_packages()
-    assert {"data", "hf", "peers"} <= set(extras)
+    assert {"data", "peers"} <= set(extras)
     assert set(extras["data"]) == {"tokenizers"}
     assert "pytest" in extras["dev"]
     assert extras["dev"]["pytest"] == pytest.__version__

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -323,3 +326,52 @@ def test_a_signal_saves_and_ends_well(change, tmp_path, monkeypatch, name):
     assert [event["kind"] for event in events] == ["start", "checkpoint", "signal"]
     assert events[-1]["signal"] == name
     assert "--resume" in err
+
+
+class PoisonAndStop(Poison):
+    """Asks the process to stop in a step whose gradient is infinite."""
+
+    def on_step_begin(self, step: int) -> None:
+        if step in self.steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_diverged_fails_and_exports_nothing(change, tmp_path):
+    config = change(steps=6, validate_every=2, checkpoint_every=0, max_nonfinite=50)
+    config = replace(config, optimizer=replace(config.optimizer, lr=1e30, warmup=0.0))
+    with pytest.raises(LanewayError, match="validation loss of nan: nothing is exported"):
+        quiet(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "export").exists()
+    events = RunDirectory(tmp_path / "run").read_events()
+    assert any("not finite" in event.get("message", "") for event in events), "its samples are left out, and it is said"
+    assert events[-1]["kind"] == "stop"
+
+
+def test_a_skipped_step_does_not_cost_a_stop_its_checkpoint(change, tmp_path):
+    """A skipped step leaves the parameters as they were, so a stop after it has something to save."""
+    config = change(steps=20, checkpoint_every=0, validate_every=0, sample_tokens=0)
+    result = quiet(config, tmp_path / "run", extensions=[PoisonAndStop({5})])
+    assert (result.stopped, result.steps) == ("SIGTERM", 5)
+    assert CheckpointStore(RunDirectory(tmp_path / "run")).latest_step() == 5
+
+
+def test_a_skipped_last_step_does_not_cost_the_run_its_checkpoint(change, tmp_path):
+    config = change(steps=6, checkpoint_every=0, sample_tokens=0)
+    quiet(config, tmp_path / "run", extensions=[Poison({6})])
+    assert CheckpointStore(RunDirectory(tmp_path / "run")).latest_step() == 6
+
+
+def test_a_resume_that_finds_the_disk_full_keeps_the_configuration(change, tmp_path, monkeypatch):
+    config = change(steps=4, checkpoint_every=2, sample_tokens=0)
+    quiet(config, tmp_path / "run")
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+
+    def full(path: Path, data: bytes) -> None:
+        path.write_bytes(data[: len(data) // 2])
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("laneway.train.loop.write_synced", full)
+    with pytest.raises(LanewayError, match="space"):
+        quiet(config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "config.toml").read_bytes() == before
+    assert not list((tmp_path / "run").glob(".tmp*"))

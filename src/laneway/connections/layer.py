@@ -34,7 +34,7 @@ class HyperConnection(WideParameters):
         cap: H_res logits pass through cap·tanh(h / cap); None leaves them alone (as the paper and V4 do).
         eps: added to H_pre and inside Sinkhorn as DeepSeek-V4 does (1e-6 there); 0 is the paper.
         norm_eps: added to the mean square of the RMSNorm.
-        disable: True: the plain residual on stream 0-sized maps, H_pre = 1/n, H_post = 1, H_res = I, without parameters.
+        disable: True: no maps and no parameters, h is the mean of the streams and f is added to each.
             None: True for one stream, else False. False with one stream keeps the maps.
         device, dtype: of the parameters; fp32 or float64.
 
@@ -131,10 +131,8 @@ class HyperConnection(WideParameters):
     def _maps(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x […, n, C] → h […, C], carry, H_post [N, n], H_res [N, out, in], N all leading dims."""
         n, hc = self.streams, self.manifold == "none"
-        wide = torch.promote_types(self.fn.dtype, ops.eager.compute_dtype(x.dtype))
-        fn, base, scale = (p.to(wide) for p in (self.fn, self.base, self.scale))
         eps = 0.0 if hc else self.eps
-        h, logits, carry, *_ = ops.pre_mix(x, fn, base, scale, hc, self.norm_eps, eps)
+        h, logits, carry, *_ = ops.pre_mix(x, self.fn, self.base, self.scale, hc, self.norm_eps, eps)
         post, res = logits[:, n : 2 * n], logits[:, 2 * n :]
         if hc:
             return h, carry, post, self.res(res)

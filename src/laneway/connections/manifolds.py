@@ -8,7 +8,7 @@
     none         HC (arXiv 2409.19606): the logits are the matrix, nothing is constrained
 
 A manifold is a module without parameters: called with logits [N, m] it gives H_res [N, out, in]. ``start`` is the bias at
-which H_res is (close to) the identity.
+which H_res is the identity but for an even leak: small for few streams, not so for a mixture of hundreds of permutations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from laneway.connections import ops
 from laneway.core import InputError, choice
 
 LARGEST_MIXTURE = 6  # streams (or a prime factor of them) whose n! permutations are still listed: 720
-START = 8.0  # logit of the identity at the start: e⁻⁸ of every stream leaks to each other one
+START = 8.0  # logit of the identity at the start, before the cap: e⁻⁸ of the identity's weight goes to each other choice
 
 
 class Manifold(nn.Module):

@@ -2,8 +2,9 @@
 
 RMSNorm, rotary positions, scaled-dot-product attention, SwiGLU, a head tied to the embedding. Every sub-layer sits at one
 **site**: with ``residual="residual"`` a site is the plain ``x + f(norm(x))``; with any other choice it is a hyper-connection
-over ``streams`` residual streams. At the start all choices compute the same function of the same weights (see
-docs/start.md), so runs that differ only in ``residual`` and share a seed begin from the same network.
+over ``streams`` residual streams. At the start all choices compute the same function of the same weights (see docs/start.md;
+``hc``, which sums its streams, up to the last norm's epsilon), so runs that differ only in ``residual`` and share a seed begin
+from the same network.
 
 Shapes: b batch, t time, n streams, c width (``dim``), h heads, d head width, v vocabulary.
 """
@@ -74,9 +75,9 @@ class GPTConfig:
             accepted = f"a multiple of 2·heads = {2 * self.heads}"
             found.append(InputError(f"{prefix}.dim", self.dim, accepted))
         for name in ("norm_eps", "rope_base", "init_std"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < float("inf"):
                 found.append(InputError(f"{prefix}.{name}", getattr(self, name), "a number > 0"))
-        if self.logit_cap is not None and not self.logit_cap >= 0:
+        if self.logit_cap is not None and not 0 <= self.logit_cap < float("inf"):
             found.append(InputError(f"{prefix}.logit_cap", self.logit_cap, "a number > 0, or 0 for none"))
         if not found and RESIDUALS[self.residual] is not None:
             _collect(found, lambda: HyperConnection(1, self.streams, self.manifold, device="meta"))

@@ -1,4 +1,4 @@
-"""An hour-scale run on one GPU: large enough that the streams' effect on the loss stands out from the noise of seeds."""
+"""A larger byte-level model, meant for one accelerator."""
 
 from laneway.data.text import TextDataConfig
 from laneway.models.gpt import GPTConfig

@@ -68,7 +68,7 @@ class OptimizerConfig:
             ("floor", self.floor, 0 <= self.floor <= 1, "a fraction from 0 to 1"),
             ("beta1", self.beta1, 0 <= self.beta1 < 1, "a number from 0 to below 1"),
             ("beta2", self.beta2, 0 <= self.beta2 < 1, "a number from 0 to below 1"),
-            ("eps", self.eps, self.eps > 0, "a number > 0"),
+            ("eps", self.eps, 0 < self.eps < math.inf, "a number > 0"),
             ("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a number ≥ 0"),
             ("clip_norm", self.clip_norm, 0 <= self.clip_norm < math.inf, "a number > 0, or 0 for no clipping"),
         ]
@@ -135,6 +135,8 @@ class TrainConfig:
                 lambda: choice("precision", self.precision, PRECISIONS),
                 lambda: choice("parallel", self.parallel, PARALLEL),
                 lambda: self._check_batch(world_size),
+                self._check_seed,
+                self._check_prompt,
             ]
         )
         return found
@@ -147,6 +149,16 @@ class TrainConfig:
     def micro_batch(self, world_size: int = 1) -> int:
         """Sequences in one forward pass of one rank."""
         return self.micro_batch_size or self.batch_size // world_size
+
+    def _check_seed(self) -> None:
+        if isinstance(self.seed, int) and self.seed >= 2**63:
+            raise InputError("seed", self.seed, "an integer from 0 to below 2**63")
+
+    def _check_prompt(self) -> None:
+        try:
+            self.sample_prompt.encode()
+        except UnicodeEncodeError:
+            raise InputError("sample_prompt", self.sample_prompt, "text that UTF-8 can hold, as config.toml must") from None
 
     def _check_batch(self, world_size: int) -> None:
         if not (isinstance(self.batch_size, int) and self.batch_size > 0):

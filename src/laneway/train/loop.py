@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,19 +20,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from laneway.checkpoint import CheckpointStore, export
-from laneway.checkpoint.atomic import explain
+from laneway.checkpoint.atomic import explain, temporary, write_synced
 from laneway.core import Extension, LanewayError
 from laneway.rundir import RunDirectory, append_event
 from laneway.train.config import TrainConfig
 from laneway.train.environment import describe_environment
 from laneway.train.faults import NonfiniteGuard, StopRequest
 from laneway.train.metrics import MetricsWriter, StepClock, peak_bytes, plain
-from laneway.train.parallel import resolve
+from laneway.train.parallel import local, resolve
 from laneway.train.place import claimed, free_folder
 from laneway.train.progress import Display
 from laneway.train.ranks import Ranks, ranks_of_run
 from laneway.train.resume import check_same_run, load_state, save_state
+from laneway.train.sample import NonfiniteLogitsError
 from laneway.train.schedule import learning_rate
 from laneway.train.settings import to_toml
 from laneway.train.workbench import Workbench, build
@@ -163,8 +167,19 @@ class _Training:
         self.display.say(f"{'resuming' if resume else 'training'} in {self.folder.path} at step {self.done}: {text}")
 
     def _write_description(self) -> None:
-        self.folder.config.write_text(to_toml(self.config), "utf-8")
-        self.folder.env.write_text(json.dumps(describe_environment(self.ranks), indent=1), "utf-8")
+        """Beside the old file, then in its place: a resume that finds the disk full must not cost the run its configuration."""
+        described = {
+            self.folder.config: to_toml(self.config),
+            self.folder.env: json.dumps(describe_environment(self.ranks), indent=1),
+        }
+        for path, text in described.items():
+            beside = temporary(path)
+            try:
+                write_synced(beside, text.encode())
+                beside.replace(path)
+            except OSError as error:
+                beside.unlink(missing_ok=True)
+                raise LanewayError(explain(error, self.folder.path)) from error
 
     def _step(self, step: int) -> bool:
         """One optimizer step and what is due after it; returns whether the run was asked to stop."""
@@ -189,8 +204,10 @@ class _Training:
             error = self.guard.error(step, self.saved)
             self._event("stop", reason=str(error))
             raise error
-        if outcome.stop or (_due(step, config.checkpoint_every) and step < config.steps):
-            self._save()
+        if outcome.stop:
+            self._save_if_finite()
+        elif _due(step, config.checkpoint_every) and step < config.steps and self.guard.healthy:
+            self._save()  # not after a skipped step: what led to it may sit in the state, and older checkpoints must stay
         return outcome.stop
 
     def _after_backward(self, step: int) -> None:
@@ -216,7 +233,9 @@ class _Training:
     def _stopped(self) -> TrainResult:
         name = self.ranks.on_first(lambda: self.stop.name) or self.stop.name or "a signal on another rank"
         self._event("signal", signal=name)
-        self.display.say(f"{name}: stopped after step {self.done}; go on with `laneway train --resume --out {self.folder.path}`")
+        kept = "" if self.saved == self.done else f" (not saved: a parameter is not finite; newest checkpoint: {self.saved})"
+        again = f"laneway train --resume --out {self.folder.path}"
+        self.display.say(f"{name}: stopped after step {self.done}{kept}; go on with `{again}`")
         return TrainResult(self.folder.path, self.done, None, None, self._seconds(), name)
 
     def _finish(self) -> TrainResult:
@@ -226,6 +245,11 @@ class _Training:
             val_loss = self._validate()
             if self.done == 0:
                 self.writer.write(0, self._validation_row(val_loss))
+        if not math.isfinite(val_loss):
+            kept = "no checkpoint had been written" if self.saved is None else f"the checkpoint of step {self.saved} is kept"
+            error = LanewayError(f"the run ended with a validation loss of {val_loss}: nothing is exported; {kept}")
+            self._event("stop", reason=str(error))
+            raise error
         if self.saved != self.done:
             self._save()
         self._sample(self.config.sample_tokens)
@@ -246,18 +270,28 @@ class _Training:
         return {"val_loss": val_loss, "val_bits_per_byte": self._bits(val_loss, "validation")}
 
     def _sample(self, tokens: int) -> None:
-        text = self.bench.evaluator.sample(tokens) if tokens else None
+        if not tokens:
+            return
+        try:
+            text = self.bench.evaluator.sample(tokens)
+        except NonfiniteLogitsError as error:  # on every rank alike: they hold the same weights
+            self._event("notice", message=f"no sample: {error}")
+            return
         if text is not None:
             self._event("sample", prompt=self.config.sample_prompt, text=text)
 
     def _save(self) -> None:
-        """Save, unless the last step was skipped: what led to it may sit in the state, and older checkpoints must stay."""
-        if not self.guard.healthy:
-            return
         start = time.perf_counter()
         save_state(self.store, self.done, self.bench, self.extensions)
         self.saved = self.done
         self._event("checkpoint", seconds=time.perf_counter() - start)
+
+    def _save_if_finite(self) -> None:
+        """Save what a stop request would lose: a skipped step leaves parameters as they were, so they count, not the step."""
+        here = [torch.isfinite(local(p)).all() for p in self.bench.parallel.model.parameters()]
+        finite = torch.stack(here).all().float().reshape(1).to(self.ranks.device)
+        if self.ranks.sum(finite).item() == self.ranks.world_size:
+            self._save()
 
     def _bits(self, nats_per_token: float, split: str) -> float:
         return self.bench.corpus.bits_per_byte(nats_per_token, split)

@@ -135,6 +135,11 @@ def _need_compiler(device: torch.device) -> None:
         )
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 sharded; the tensor itself where it is not."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor that is the same on every rank as a plain one (FSDP2's norms come sharded)."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

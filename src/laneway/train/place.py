@@ -28,6 +28,8 @@ def claimed(folder: str | Path, resume: bool) -> Generator[RunDirectory]:
     if resume and not (folder / "config.toml").is_file():
         raise InputError("resume", str(folder), "the folder of an earlier run", "leave --resume out to start a new run there")
     if not resume and (folder / "config.toml").exists():
+        if in_use(folder):
+            _lock(folder).close()  # raises, and names the process: a run that is being written can't be continued
         raise _taken(folder)
     lock = _lock(folder)
     try:

@@ -81,6 +81,8 @@ def _attempt(action: Callable[[], T]) -> T | LanewayError:
         return action()
     except LanewayError as error:
         return error
+    except OSError as error:  # a full disk on one rank must not leave the others waiting
+        return LanewayError(f"{error.filename or 'a file'}: {error.strerror or error}")
 
 
 def _result(outcome: Any) -> Any:

@@ -7,12 +7,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from laneway.core import LanewayError
+
+
+class NonfiniteLogitsError(LanewayError):
+    """There is no distribution to draw from."""
+
 
 def next_token(logits_v: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw one token; ``temperature`` 0 takes the likeliest, ``top_k`` 0 draws from all."""
+    if not torch.isfinite(logits_v).all():
+        raise NonfiniteLogitsError("the model's logits are not finite: it was not trained, or it diverged")
     if temperature == 0:
         return int(logits_v.argmax())
-    logits_v = logits_v.float().cpu() / temperature  # drawn on the CPU: the same text from the same seed on any device
+    logits_v = logits_v.float().cpu()  # drawn on the CPU: the same text from the same seed on any device
+    logits_v = (logits_v - logits_v.max()) / temperature  # the likeliest stays 0 however small the temperature
     if 0 < top_k < logits_v.numel():
         threshold = logits_v.topk(top_k).values[-1]
         logits_v = logits_v.masked_fill(logits_v < threshold, float("-inf"))

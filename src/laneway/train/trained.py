@@ -35,7 +35,8 @@ class Trained:
         """
         positive_int("max_tokens", max_tokens)
         positive_int("top_k", top_k, at_least=0)
-        positive_int("seed", seed, at_least=0)
+        if positive_int("seed", seed, at_least=0) >= 2**63:
+            raise InputError("seed", seed, "an integer from 0 to below 2**63")
         if not 0 <= temperature < float("inf"):
             raise InputError("temperature", temperature, "a number ≥ 0 (0 is greedy)")
         tokens = self.tokenizer.encode(prompt or "\n")

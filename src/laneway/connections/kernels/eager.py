@@ -93,6 +93,7 @@ def pre_forward(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, per_stream: 
     tokens, n, c = x.shape
     groups = n if per_stream else 1
     dtype, k, m = compute_dtype(x.dtype), n * c // groups, fn.shape[0]
+    base, scale = base.to(dtype), scale.to(dtype)
     h = torch.empty(tokens, c, dtype=x.dtype, device=x.device)
     logits = torch.empty(tokens, len(base), dtype=dtype, device=x.device)
     z = torch.empty(tokens, groups * m, dtype=dtype, device=x.device)
@@ -152,6 +153,8 @@ def pre_backward(gx, gh, glogits, x, fn, base, scale, z, r, per_stream: bool, ep
     """
     tokens, n, _ = x.shape
     dtype, m, k = z.dtype, *fn.shape
+    given = fn.dtype, base.dtype, scale.dtype
+    base, scale = base.to(dtype), scale.to(dtype)
     glogits, gfn = glogits.clone(), torch.zeros(m, k, dtype=dtype, device=x.device)
     arranged = _arrange(z, n, per_stream)
     chunks, weight, factor = _chunks(x, dtype), fn.to(dtype), _spread(scale, n, len(base))
@@ -173,4 +176,4 @@ def pre_backward(gx, gh, glogits, x, fn, base, scale, z, r, per_stream: bool, ep
     sums = (glogits * arranged).sum(0)
     parts = [sums] if len(scale) == 1 else sums.split([n, n, len(base) - 2 * n])
     gscale = torch.stack([part.sum() for part in parts])
-    return gfn.to(fn.dtype), glogits.sum(0).to(base.dtype), gscale.to(scale.dtype)
+    return gfn.to(given[0]), glogits.sum(0).to(given[1]), gscale.to(given[2])

@@ -7,19 +7,22 @@ column has an entry ≥ 1/n², whatever the logits were. From there on only scal
     b ← 1 / (Kᵀ a + ε/b)     inputs of each output sum to one    (T_r: rows of H_res, always last)
 
 so an iteration costs two products with K and no exponential. One step changes a scaling by at most a factor n; after
-``SEGMENT`` iterations the scalings go into log K and start from one again. That keeps n^(2·SEGMENT), the most they can
-reach, inside fp32, and revives entries of K that were too small for fp32 before the scalings had grown. The backward pass
-runs the same steps again, keeps their a and b, and walks them in reverse: the exact derivative of the iteration that was
-run, converged or not, with nothing kept between forward and backward.
+``SEGMENT`` iterations (fewer for many streams) the scalings go into log K and start from one again. That keeps n^SEGMENT, the
+most they can reach, and its square inside fp32, and revives entries of K that were too small for fp32 before the scalings had
+grown. The backward pass runs the same steps again, keeps their a and b, and walks them in reverse: the exact derivative of the
+iteration that was run, converged or not, with nothing kept between forward and backward.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 CHUNK = 2048  # tokens at a time: keeps K in the cache, and bounds what the backward holds
-SEGMENT = 10  # iterations between two restarts of the scalings: 64²⁰ < 3e38 still fits
+SEGMENT = 10  # at most so many iterations between two restarts of the scalings
+DIGITS = 36  # decimal digits that the square of a scaling may have in fp32
 
 
 def forward(logits: Tensor, n: int, iterations: int, eps: float) -> Tensor:
@@ -59,9 +62,11 @@ def _first_iteration(logits: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _run(log_k: Tensor, iterations: int, eps: float) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The iterations after the first as segments (K, a, b): a and b after each step."""
     segments = []
-    for done in range(1, iterations, SEGMENT):
+    n = log_k.shape[0]
+    segment = max(1, min(SEGMENT, int(DIGITS / (2 * math.log10(max(n, 2))))))
+    for done in range(1, iterations, segment):
         k = log_k.exp()
-        a, b = _scalings(k, min(SEGMENT, iterations - done), eps)
+        a, b = _scalings(k, min(segment, iterations - done), eps)
         segments.append((k, a, b))
         log_k = log_k + a[-1].log().unsqueeze(1) + b[-1].log()
     return segments
@@ -107,7 +112,7 @@ def _backward_chunk(g: Tensor, logits: Tensor, iterations: int, eps: float) -> T
 
 
 def _backward_segment(g: Tensor, k: Tensor, a: Tensor, b: Tensor, eps: float) -> Tensor:
-    """Gradient of log(diag(a) K diag(b)) → gradient of log K. ga, gb, gk: gradients of a, b and K; sa, sb: of sums they divide by."""
+    """Gradient of log(diag(a) K diag(b)) → gradient of log K. ga, gb, gk: those of a, b and K; sa, sb: of their sums."""
     slope_a, slope_b = ((-v * v).unbind(0) for v in (a, b))  # derivative of a reciprocal by its sum
     carry_a, carry_b = ((-eps / (v * v)).unbind(0) if eps != 0.0 else () for v in (a, b))  # of ε / previous
     of_input, of_output = a.unsqueeze(2).unbind(0), b.unbind(0)

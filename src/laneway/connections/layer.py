@@ -6,15 +6,106 @@ Shapes: … any leading dims (batch, time), n streams, C width (``dim``), N = al
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from laneway.connections import manifolds, ops, start
+from laneway.connections import manifolds, ops, site_ops, start
 from laneway.connections.parameters import WideParameters
 from laneway.core import InputError, choice, positive_int
 
-Merge = Callable[[Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Merge:
+    """What a site hands on: ``merge(f)`` gives the streams after it, and ``merge.into(site, f)`` also enters the next site.
+
+    ``pre`` and ``post`` are H_pre and H_post [N, n], ``res`` H_res [N, out, in] (None where the site has no maps), N all leading
+    dims flattened.
+    """
+
+    site: HyperConnection
+    x: Tensor
+    shape: torch.Size
+    carry: Tensor | None = None
+    maps: Tensor | None = None
+    post_map: Tensor | None = None
+    res_map: Tensor | None = None
+
+    def __call__(self, f: Tensor) -> Tensor:
+        """H_res x + H_postᵀ f: f […, C] → […, n, C].
+
+        Raises:
+            InputError: f has another shape than the sub-layer's input.
+        """
+        self._check(f)
+        if self.carry is None:
+            return self.x + f.unsqueeze(-2)
+        if self.maps is None:
+            return ops.post_mix(self.x, self.carry, f, self.post_map, self.res_map)
+        return site_ops.mhc_post(self.x, self.carry, f, self.maps)
+
+    def into(self, site: HyperConnection, f: Tensor, pre: Tensor | None = None) -> tuple[Tensor, Merge]:
+        """The same as ``site(merge(f))``, in one pass over the streams where both sites have Sinkhorn maps.
+
+        f […, C] → (h […, C], merge) of the next site. ``pre`` is for a single-pass site: by default this site's H_pre.
+
+        Raises:
+            InputError: f has another shape than the sub-layer's input.
+        """
+        self._check(f)
+        if site.single_pass and pre is None and not self.site.disabled:
+            pre = self.pre
+        if self.maps is None or not site.mhc or (site.streams, site.dim) != tuple(self.x.shape[-2:]):
+            return site(self(f), pre) if site.single_pass else site(self(f))
+        return site(Crossing(self, f), pre)
+
+    @property
+    def pre(self) -> Tensor | None:
+        """H_pre of this site, [N, n]: what a single-pass site hands to the next one. None without Sinkhorn maps."""
+        return None if self.maps is None else self.maps[:, : self.site.streams]
+
+    @property
+    def post(self) -> Tensor | None:
+        """H_post of this site, [N, n]."""
+        n = self.site.streams
+        return self.post_map if self.maps is None else self.maps[:, n : 2 * n]
+
+    @property
+    def res(self) -> Tensor | None:
+        """H_res of this site, [N, out, in]."""
+        n = self.site.streams
+        return self.res_map if self.maps is None else self.maps[:, 2 * n :].unflatten(1, (n, n))
+
+    def _check(self, f: Tensor) -> None:
+        if f.shape != self.shape:
+            raise InputError("f", list(f.shape), f"the sub-layer's output, {list(self.shape)}")
+
+
+class Entry(Protocol):
+    """What a site may be given in place of streams: another way to enter it. It goes through the module's call, so that hooks on
+    the site (FSDP, pruning) see it.
+    """
+
+    def enter(self, site: HyperConnection, pre: Tensor | None) -> tuple[Tensor, Merge]:
+        """What ``site`` returns."""
+        ...
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """From one site's merge into the next site, in one pass over the streams."""
+
+    before: Merge
+    f: Tensor
+
+    def enter(self, site: HyperConnection, pre: Tensor | None) -> tuple[Tensor, Merge]:
+        """The ops' mhc_cross."""
+        before = self.before
+        carried = site.carried(before.x, pre)
+        y, h, maps, carry, *_ = site_ops.mhc_cross(before.x, before.carry, self.f, before.maps, carried, *site.arguments)
+        return h, Merge(site, y, h.shape, carry, maps)
 
 
 class HyperConnection(WideParameters):
@@ -34,6 +125,8 @@ class HyperConnection(WideParameters):
         cap: H_res logits pass through cap·tanh(h / cap); None leaves them alone (as the paper and V4 do).
         eps: added to H_pre and inside Sinkhorn as DeepSeek-V4 does (1e-6 there); 0 is the paper.
         norm_eps: added to the mean square of the RMSNorm.
+        single_pass: h is mixed by the H_pre that the *previous* site predicted (DeepSeek-V4.1), so that a site needs one pass over
+            its streams; sinkhorn alone. The first site reads stream 0.
         disable: True: no maps and no parameters, h is the mean of the streams and f is added to each.
             None: True for one stream, else False. False with one stream keeps the maps.
         device, dtype: of the parameters; fp32 or float64.
@@ -53,6 +146,7 @@ class HyperConnection(WideParameters):
         cap: float | None = 8.0,
         eps: float = 0.0,
         norm_eps: float = 1e-6,
+        single_pass: bool = False,
         disable: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -68,7 +162,11 @@ class HyperConnection(WideParameters):
         if dtype not in (torch.float32, torch.float64):
             raise InputError("dtype", dtype, "torch.float32 or torch.float64: maps are never narrower")
         self.manifold = choice("manifold", manifold, manifolds.MANIFOLDS)
+        if single_pass and manifold != "sinkhorn":
+            raise InputError("single_pass", single_pass, f"False for manifold {manifold!r}; sinkhorn alone has a single-pass form")
         self.disabled = streams == 1 if disable is None else disable
+        self.mhc = manifold == "sinkhorn" and not self.disabled
+        self.single_pass = single_pass and not self.disabled
         self.cap, self.eps, self.norm_eps = cap, eps, norm_eps
         self.observers: list[Callable[[HyperConnection, Tensor, Tensor], None]] = []
         if self.disabled:
@@ -102,31 +200,56 @@ class HyperConnection(WideParameters):
             return f"dim={self.dim}, streams={self.streams}, disabled"
         return f"dim={self.dim}, streams={self.streams}, manifold={self.manifold!r}, site={self.site}, cap={self.cap}"
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Merge]:
-        """Streams [..., n, C] → (h [..., C], merge), with merge: f [..., C] → [..., n, C].
+    def forward(self, x: Tensor | Entry, pre: Tensor | None = None) -> tuple[Tensor, Merge]:
+        """Streams […, n, C] → (h […, C], merge), with merge: f […, C] → […, n, C].
+
+        Args:
+            x: the streams. (``Merge.into`` and ``StreamChain`` give what stands for them.)
+            pre: for a single-pass site, the previous site's H_pre [N, n] (``merge.pre``); None stands for stream 0.
 
         Raises:
-            InputError: x has other trailing dims than [streams, dim].
+            InputError: x has other trailing dims than [streams, dim]; ``pre`` given to a site that is not single-pass.
             TypeError: the parameters were narrowed below fp32, or x is not floating point.
         """
-        if x.shape[-2:] != (self.streams, self.dim):
-            raise InputError("x", list(x.shape), f"[..., streams = {self.streams}, dim = {self.dim}]")
-        if self.disabled:
-            return _plain(x)
-        self.require_wide(x)
+        if pre is not None and not self.single_pass:
+            raise InputError("pre", list(pre.shape), "None: the site is not single-pass")
+        if isinstance(x, Tensor):
+            if x.shape[-2:] != (self.streams, self.dim):
+                raise InputError("x", list(x.shape), f"[..., streams = {self.streams}, dim = {self.dim}]")
+            if self.disabled:
+                return _plain(self, x)
+            self.require_wide(x)
+            h, merge = self._enter(x, pre)
+        else:
+            self.require_wide()
+            h, merge = x.enter(self, pre)
+        for observe in self.observers:
+            observe(self, merge.x.detach(), merge.res.detach())
+        return h, merge
+
+    def _enter(self, x: Tensor, pre: Tensor | None) -> tuple[Tensor, Merge]:
+        if self.mhc:
+            h, maps, carry, *_ = site_ops.mhc_pre(x, self.carried(x, pre), *self.arguments)
+            return h, Merge(self, x, h.shape, carry, maps)
         with torch.autocast(x.device.type, enabled=False):
             h, carry, post, res = self._maps(x)
-        for observe in self.observers:
-            observe(self, x.detach(), res.detach())
+        return h, Merge(self, x, h.shape, carry, None, post, res)
 
-        shape = h.shape
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, float, float, float, int]:
+        """fn, base, scale, norm_eps, eps, cap (0 for none) and iterations, as the ops take them."""
+        return self.fn, self.base, self.scale, self.norm_eps, self.eps, self.cap or 0.0, self.iterations
 
-        def merge(f: Tensor) -> Tensor:
-            if f.shape != shape:
-                raise InputError("f", list(f.shape), f"the sub-layer's output, {list(shape)}")
-            return ops.post_mix(x, carry, f, post, res)
-
-        return h, merge
+    def carried(self, x: Tensor, pre: Tensor | None) -> Tensor | None:
+        """The weights that mix a single-pass site's h; None for any other site."""
+        if not self.single_pass:
+            return None
+        tokens = x.shape[:-2].numel()
+        if pre is None:
+            return torch.eye(self.streams, device=x.device, dtype=self.base.dtype)[:1].expand(tokens, -1).contiguous()
+        if pre.shape != (tokens, self.streams):
+            raise InputError("pre", list(pre.shape), f"[{tokens}, {self.streams}]")
+        return pre.contiguous()
 
     def _maps(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x […, n, C] → h […, C], carry, H_post [N, n], H_res [N, out, in], N all leading dims."""
@@ -141,10 +264,10 @@ class HyperConnection(WideParameters):
         return h, carry, 2 * post.sigmoid(), self.res(res)
 
 
-def _plain(x: Tensor) -> tuple[Tensor, Merge]:
+def _plain(site: HyperConnection, x: Tensor) -> tuple[Tensor, Merge]:
     """The plain residual: h is the mean of the streams (the stream itself for n = 1), f is added to each."""
     h = x.squeeze(-2) if x.shape[-2] == 1 else x.mean(-2)
-    return h, lambda f: x + f.unsqueeze(-2)
+    return h, Merge(site, x, h.shape)
 
 
 def expand_spread(streams: int) -> float:

@@ -1,4 +1,6 @@
-"""The ops of a hyper-connection, registered with ``torch.library``: what eager code, torch.compile and export all call.
+"""The ops of any manifold and of the read-out, registered with ``torch.library``: what eager code, torch.compile and export call.
+
+Sinkhorn maps, the default, have faster ops of their own (site_ops.py); these leave the making of H_res to the manifold.
 
     laneway::pre_mix    x, parameters   → h, logits, carry    projection, H_pre and the sub-layer's input
     laneway::sinkhorn   logits          → H_res
@@ -34,9 +36,10 @@ def _exact(kernel: Callable[..., R]) -> Callable[..., R]:
     """Run a kernel outside autocast, which would otherwise round its products to bf16."""
 
     @wraps(kernel)
-    def run(first: Tensor, *args) -> R:
-        with torch.autocast(first.device.type, enabled=False):
-            return kernel(first, *args)
+    def run(*args) -> R:
+        device = next(a.device.type for a in args if isinstance(a, Tensor))
+        with torch.autocast(device, enabled=False):
+            return kernel(*args)
 
     return run
 

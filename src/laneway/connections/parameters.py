@@ -26,12 +26,12 @@ class WideParameters(nn.Module):
 
         return super()._apply(keep_wide, recurse)
 
-    def require_wide(self, x: Tensor) -> None:
+    def require_wide(self, x: Tensor | None = None) -> None:
         """Raise TypeError where something (FSDP mixed precision, a direct assignment) did narrow the parameters.
 
         Streams x that are not floating point are refused too.
         """
-        if not x.is_floating_point():
+        if x is not None and not x.is_floating_point():
             raise TypeError(f"x is {x.dtype}; accepted: a floating-point dtype")
         for name, parameter in self.named_parameters(recurse=False):
             if parameter.dtype not in WIDE:

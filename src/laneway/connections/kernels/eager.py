@@ -88,8 +88,13 @@ def _pre(logits: Tensor, per_stream: bool, eps: float) -> Tensor:
     return logits if per_stream else torch.sigmoid(logits).add_(eps)
 
 
-def pre_forward(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, per_stream: bool, norm_eps: float, eps: float):
-    """x [N, n, C] → h [N, C] (dtype of x), logits [N, width of base], z [N, G·m], r [N, G]."""
+def pre_forward(
+    x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, per_stream: bool, norm_eps: float, eps: float, carried: Tensor | None = None
+):
+    """x [N, n, C] → h [N, C] (dtype of x), logits [N, width of base], z [N, G·m], r [N, G].
+
+    ``carried`` [N, n] takes the place of H_pre in h.
+    """
     tokens, n, c = x.shape
     groups = n if per_stream else 1
     dtype, k, m = compute_dtype(x.dtype), n * c // groups, fn.shape[0]
@@ -109,47 +114,62 @@ def pre_forward(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, per_stream: 
         torch.linalg.vector_norm(rows, dim=1, keepdim=True, out=rc)
         zc.mul_(rc.square_().div_(k).add_(norm_eps).rsqrt_())
         torch.addcmul(base, _arrange(z[i:j], n, per_stream), factor, out=logits[i:j])
-        torch.bmm(_pre(logits[i:j, :n], per_stream, eps).unsqueeze(1), xc, out=h_out.target(i, j).unsqueeze(1))
+        weights = _pre(logits[i:j, :n], per_stream, eps) if carried is None else carried[i:j].to(dtype)
+        torch.bmm(weights.unsqueeze(1), xc, out=h_out.target(i, j).unsqueeze(1))
         h_out.store(i, j)
     return h, logits, z, r
 
 
-def post_forward(x: Tensor, f: Tensor, post: Tensor, res: Tensor) -> Tensor:
-    """y_i = Σ_j res_ij x_j + post_i f: x [N, n, C], f [N, C], post [N, n], res [N, out, in] → [N, n, C]."""
+def post_forward(x: Tensor, f: Tensor | None, post: Tensor | None, res: Tensor) -> Tensor:
+    """y_i = Σ_j res_ij x_j + post_i f: x [N, n, C], f [N, C], post [N, n], res [N, out, in] → [N, n, C]. f None: nothing added."""
     y = torch.empty_like(x)
-    dtype, chunks = post.dtype, _chunks(x, post.dtype)
-    x_in, f_in, y_out = (_Scratch(t, chunks.step, dtype) for t in (x, f, y))
+    dtype, chunks = res.dtype, _chunks(x, res.dtype)
+    x_in, y_out = (_Scratch(t, chunks.step, dtype) for t in (x, y))
+    f_in = None if f is None else _Scratch(f, chunks.step, dtype)
     for i in chunks:
         j = min(i + chunks.step, x.shape[0])
         out = y_out.target(i, j)
         torch.bmm(res[i:j], x_in.read(i, j), out=out)
-        out.addcmul_(post[i:j].unsqueeze(2), f_in.read(i, j).unsqueeze(1))
+        if f_in is not None:
+            out.addcmul_(post[i:j].unsqueeze(2), f_in.read(i, j).unsqueeze(1))
         y_out.store(i, j)
     return y
 
 
 def post_backward(gy: Tensor, x: Tensor, f: Tensor, post: Tensor, res: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, f, post and res."""
-    gx, gf, gpost, gres = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, f, post, res))
+    gx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return gx, *branch_backward(gy, x, f, post, res, gx)
+
+
+def branch_backward(
+    gy: Tensor, x: Tensor, f: Tensor, post: Tensor, res: Tensor, gx: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of f, post and res; that of x into ``gx`` where it is given."""
+    gf, gpost, gres = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (f, post, res))
     dtype, chunks = post.dtype, _chunks(x, post.dtype)
     x_in, f_in, g_in, gf_out = (_Scratch(t, chunks.step, dtype) for t in (x, f, gy, gf))
-    gx_out = _Scratch(gx, chunks.step, dtype, x_in.buffer)  # x has been used by the time gx is written
+    gx_out = None if gx is None else _Scratch(gx, chunks.step, dtype, x_in.buffer)  # x has been used when gx is written
     for i in chunks:
         j = min(i + chunks.step, x.shape[0])
         g = g_in.read(i, j)
         torch.bmm(g, x_in.read(i, j).transpose(1, 2), out=gres[i:j])
         torch.bmm(f_in.read(i, j).unsqueeze(1), g.transpose(1, 2), out=gpost[i:j].unsqueeze(1))
         torch.bmm(post[i:j].unsqueeze(1), g, out=gf_out.target(i, j).unsqueeze(1))
-        torch.bmm(res[i:j].transpose(1, 2), g, out=gx_out.target(i, j))
         gf_out.store(i, j)
-        gx_out.store(i, j)
-    return gx, gf, gpost, gres
+        if gx_out is not None:
+            torch.bmm(res[i:j].transpose(1, 2), g, out=gx_out.target(i, j))
+            gx_out.store(i, j)
+    return gf, gpost, gres
 
 
-def pre_backward(gx, gh, glogits, x, fn, base, scale, z, r, per_stream: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def pre_backward(
+    gx, gh, glogits, x, fn, base, scale, z, r, per_stream: bool, eps: float, carried: Tensor | None = None, gcarried: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Adds to ``gx`` [N, n, C], in place, all that reaches x through h and the logits.
 
-    Returns the gradients of fn, base and scale.
+    Returns the gradients of fn, base and scale. With ``carried`` weights in place of H_pre, their gradient is written to
+    ``gcarried``.
     """
     tokens, n, _ = x.shape
     dtype, m, k = z.dtype, *fn.shape
@@ -162,14 +182,18 @@ def pre_backward(gx, gh, glogits, x, fn, base, scale, z, r, per_stream: bool, ep
     for i in chunks:
         j = min(i + chunks.step, tokens)
         xc, ghc, out = x_in.read(i, j), gh_in.read(i, j), gx_out.read(i, j)
-        pre = _pre(torch.addcmul(base[:n], arranged[i:j, :n], factor[:n]), per_stream, eps)
         g_pre = torch.bmm(ghc.unsqueeze(1), xc.transpose(1, 2)).squeeze(1)
-        glogits[i:j, :n] += g_pre if per_stream else g_pre * (pre - eps) * (1 + eps - pre)
+        if carried is None:
+            weights = _pre(torch.addcmul(base[:n], arranged[i:j, :n], factor[:n]), per_stream, eps)
+            glogits[i:j, :n] += g_pre if per_stream else g_pre * (weights - eps) * (1 + eps - weights)
+        else:
+            weights = carried[i:j].to(dtype)
+            gcarried[i:j] = g_pre
         gzc = _arrange_backward(glogits[i:j] * factor, z[i:j], n, per_stream).view(-1, m)
         zc, rc = z[i:j].view(-1, m), r[i:j].view(-1, 1)
         along_x = (gzc * zc).sum(1, keepdim=True).mul_(rc).mul_(rc).div_(-k)
         gzc = gzc * rc
-        out.addcmul_(pre.unsqueeze(2), ghc.unsqueeze(1))
+        out.addcmul_(weights.unsqueeze(2), ghc.unsqueeze(1))
         out.view(-1, k).addmm_(gzc, weight).addcmul_(along_x, xc.view(-1, k))
         gx_out.store(i, j)
         gfn.addmm_(gzc.t(), xc.view(-1, k))

@@ -1,0 +1,177 @@
+"""Streams that are made again in the backward pass, a block of sites at a time (arXiv 2512.24880, §4.3.2 and Eq. 20).
+
+Kept for the backward: the streams that enter a block, and of every site the sub-layer's output f, the maps and the projections (a
+few dozen numbers a token). When the backward pass reaches a block it replays the block's post-mixes, x_{k+1} = H_res x_k + H_postᵀ f_k,
+from the kept streams on, with the very op of the forward pass and the rounded numbers it used: the streams are the same bit for bit.
+No sub-layer, projection or Sinkhorn iteration runs again. A block's streams are let go as its sites are done with.
+
+What is kept goes through ``save_for_backward``, each tensor once, so hooks on saved tensors (offloading) see all of it; parameters
+are saved as any op saves them, so FSDP may free and gather them in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from laneway.connections import site_ops
+from laneway.connections.layer import HyperConnection, Merge
+
+
+class _Block:
+    """The sites between two kept states. Knows the autograd nodes that hold what a replay needs, and no tensor before one."""
+
+    def __init__(self) -> None:
+        self.nodes: list[weakref.ref[Any]] = []  # node k holds f and the maps of site k, node 0 also the block's first streams
+        self.cache: dict[int, Tensor] = {}
+
+    def streams(self, index: int) -> Tensor:
+        """x of site ``index`` of this block, […, n, C]."""
+        if index not in self.cache:
+            x = _node(self.nodes[0]).saved_tensors[0]
+            self.cache[0] = x
+            for k in range(index):
+                f, maps = _node(self.nodes[k]).saved_tensors[1:3]
+                x = self.cache[k + 1] = site_ops.mhc_post(x, x, f, maps)
+        return self.cache[index]
+
+    def done(self, index: int) -> None:
+        """No site of the block needs streams beyond ``index`` any more."""
+        for k in [k for k in self.cache if k > index]:
+            del self.cache[k]
+        if index == 0:
+            self.cache.clear()
+
+
+def _node(reference: weakref.ref[Any]) -> Any:
+    node = reference()
+    if node is None:
+        raise RuntimeError("a site's saved tensors were freed before its block was recomputed; keep the graph of the whole block")
+    return node
+
+
+class Recomputation:
+    """Where a chain is in its blocks of ``length`` sites."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.block, self.index = _Block(), 0
+
+    def start(self, x: Tensor) -> _Start:
+        """Enter a site with streams x: a block begins."""
+        return _Start(self, x)
+
+    def cross(self, before: Merge, f: Tensor) -> _Recomputed:
+        """Enter a site after post of the one ``before``."""
+        return _Recomputed(self, before, f)
+
+    def leave(self, merge: Merge, f: Tensor) -> Tensor:
+        """Post of the last site."""
+        if merge.maps is None:
+            return merge(f)
+        return _Post.apply(self.block, self.index, merge.x, merge.carry, f, merge.maps)
+
+
+@dataclass(frozen=True)
+class _Start:
+    plan: Recomputation
+    x: Tensor
+
+    def enter(self, site: HyperConnection, pre: Tensor | None) -> tuple[Tensor, Merge]:
+        self.plan.block, self.plan.index = _Block(), 0
+        h, maps, carry, *_ = _Pre.apply(self.x, site.carried(self.x, pre), *site.arguments)
+        return h, Merge(site, self.x, h.shape, carry, maps)
+
+
+@dataclass(frozen=True)
+class _Recomputed:
+    plan: Recomputation
+    before: Merge
+    f: Tensor
+
+    def enter(self, site: HyperConnection, pre: Tensor | None) -> tuple[Tensor, Merge]:
+        plan, before = self.plan, self.before
+        following = (_Block(), 0) if plan.index + 1 == plan.length else (plan.block, plan.index + 1)
+        places = (plan.block, plan.index, *following)
+        carried = site.carried(before.x, pre)
+        y, h, maps, carry, *_ = _Cross.apply(places, before.x, before.carry, self.f, before.maps, carried, *site.arguments)
+        plan.block, plan.index = following
+        return h, Merge(site, y, h.shape, carry, maps)
+
+
+class _Pre(torch.autograd.Function):
+    """mhc_pre at the start of a block, whose streams it and the site's post keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, carried: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        h, maps, carry, z, r = site_ops.mhc_pre(x, carried, *arguments)
+        ctx.options = arguments[3:]
+        ctx.mark_non_differentiable(z, r)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, carried, *arguments[:3], maps, z, r)
+        return h, maps, carry, z, r
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gh: Tensor | None, gmaps: Tensor | None, gcarry: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        x, carried, *parameters, maps, z, r = ctx.saved_tensors
+        gx, *grads, gcarried = site_ops.mhc_pre_backward(x, gcarry, gh, gmaps, carried, *parameters, maps, z, r, *ctx.options)
+        return gx, None if carried is None else gcarried, *grads, *[None] * 4
+
+
+class _Cross(torch.autograd.Function):
+    """mhc_cross that keeps neither the streams it reads nor, inside a block, those it writes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, places: Sequence[Any], x: Tensor, carry: Tensor, f: Tensor, maps: Tensor, carried: Tensor | None, *arguments: Any
+    ) -> tuple[Tensor, ...]:
+        block, index, after, after_index = places
+        y, h, next_maps, next_carry, z, r = site_ops.mhc_cross(x, carry, f, maps, carried, *arguments)
+        ctx.places, ctx.options = places, arguments[3:]
+        ctx.mark_non_differentiable(z, r)
+        ctx.set_materialize_grads(False)
+        start = x if index == 0 else None
+        end = y if after is not block else None  # the next block's start, which that block keeps too: the same storage
+        ctx.save_for_backward(start, f, maps, end, carried, *arguments[:3], next_maps, z, r)
+        block.nodes.append(weakref.ref(ctx))
+        return y, h, next_maps, next_carry, z, r
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Any, gh: Any, gmaps: Any, gnext: Any, *_: Any) -> tuple[Any, ...]:
+        block, index, after, after_index = ctx.places
+        _, f, maps, end, carried, *parameters, next_maps, z, r = ctx.saved_tensors
+        x, y = block.streams(index), after.streams(after_index) if end is None else end
+        g, gf, gbefore, *grads, gcarried = site_ops.mhc_cross_backward(
+            gnext, gy, gh, gmaps, x, f, maps, y, carried, *parameters, next_maps, z, r, *ctx.options
+        )
+        block.done(index)
+        return None, None, g, gf, gbefore, None if carried is None else gcarried, *grads, *[None] * 4
+
+
+class _Post(torch.autograd.Function):
+    """mhc_post that keeps no streams."""
+
+    @staticmethod
+    def forward(ctx: Any, block: _Block, index: int, x: Tensor, carry: Tensor, f: Tensor, maps: Tensor) -> Tensor:
+        ctx.place = block, index
+        ctx.save_for_backward(x if index == 0 else None, f, maps)
+        block.nodes.append(weakref.ref(ctx))
+        return site_ops.mhc_post(x, carry, f, maps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Any, ...]:
+        block, index = ctx.place
+        _, f, maps = ctx.saved_tensors
+        x, gy = block.streams(index), gy.contiguous()
+        gf, gmaps = site_ops.mhc_post_backward(gy, x, f, maps)
+        block.done(index)
+        return None, None, None, gy, gf, gmaps

@@ -41,10 +41,14 @@ bench: $(VENV)/.dev-ready
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch comes first and by its pinned version, so that pip never picks another build of it for a dependency.
-$(VENV)/.run-ready: pyproject.toml constraints.txt | $(BIN)/python
+KERNELS := $(wildcard src/laneway/connections/kernels/cpu/*.cpp src/laneway/connections/kernels/cpu/*.h)
+
+# torch comes first and by its pinned version, so that pip never picks another build of it for a dependency. The CPU kernels are
+# compiled once; where there is no compiler, plain PyTorch serves.
+$(VENV)/.run-ready: pyproject.toml constraints.txt $(KERNELS) | $(BIN)/python
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -e .
+	$(BIN)/laneway build --optional
 	touch $@
 
 $(VENV)/.dev-ready: $(VENV)/.run-ready

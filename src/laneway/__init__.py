@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _HOME = {
     "HyperConnection": "laneway.connections",
     "StreamReadout": "laneway.connections",
+    "StreamChain": "laneway.connections",
+    "use_backend": "laneway.connections",
     "expand_streams": "laneway.connections",
     "param_groups": "laneway.connections",
     "shard_connections": "laneway.connections",
@@ -27,22 +29,26 @@ __all__ = [
     "HyperConnection",
     "InputError",
     "LanewayError",
+    "StreamChain",
     "StreamProbe",
     "StreamReadout",
     "__version__",
     "expand_streams",
     "param_groups",
     "shard_connections",
+    "use_backend",
 ]
 
 if TYPE_CHECKING:
     from laneway.connections import (
         HyperConnection,
+        StreamChain,
         StreamProbe,
         StreamReadout,
         expand_streams,
         param_groups,
         shard_connections,
+        use_backend,
     )
     from laneway.core import Extension, InputError, LanewayError
 

@@ -15,6 +15,7 @@ VERBS = {
     "report": "draw one or more runs as a single HTML file",
     "validate": "check a configuration file, field by field",
     "doctor": "look at this machine, or at a run, and say what to change",
+    "build": "compile the CPU kernels for this machine",
     "bench": "measure: layer, quality",
 }
 

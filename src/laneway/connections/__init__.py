@@ -1,15 +1,20 @@
 """Hyper-connections: reference, manifolds, the layer and what watches it."""
 
+from laneway.connections.backends import use_backend
+from laneway.connections.chain import StreamChain, block_length
 from laneway.connections.inspect import StreamProbe
 from laneway.connections.layer import HyperConnection, StreamReadout, expand_spread, expand_streams
 from laneway.connections.parameters import param_groups, shard_connections
 
 __all__ = [
     "HyperConnection",
+    "StreamChain",
     "StreamProbe",
     "StreamReadout",
+    "block_length",
     "expand_spread",
     "expand_streams",
     "param_groups",
     "shard_connections",
+    "use_backend",
 ]

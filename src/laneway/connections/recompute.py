@@ -29,31 +29,32 @@ class _Block:
 
     def __init__(self) -> None:
         self.nodes: list[weakref.ref[Any]] = []  # node k holds f and the maps of site k, node 0 also the block's first streams
+        self.unpacked: dict[int, tuple[Any, ...]] = {}
         self.cache: dict[int, Tensor] = {}
+
+    def saved(self, index: int) -> tuple[Any, ...]:
+        """The saved tensors of a node, (x or None, f, maps, …), unpacked once: hooks may fetch them from far away."""
+        if index not in self.unpacked:
+            node = self.nodes[index]()
+            if node is None:
+                raise RuntimeError("a site's saved tensors were freed before its block was recomputed; keep the whole block's graph")
+            self.unpacked[index] = node.saved_tensors
+        return self.unpacked[index]
 
     def streams(self, index: int) -> Tensor:
         """x of site ``index`` of this block, […, n, C]."""
         if index not in self.cache:
-            x = _node(self.nodes[0]).saved_tensors[0]
-            self.cache[0] = x
+            x = self.cache[0] = self.saved(0)[0]
             for k in range(index):
-                f, maps = _node(self.nodes[k]).saved_tensors[1:3]
+                _, f, maps, *_ = self.saved(k)
                 x = self.cache[k + 1] = site_ops.mhc_post(x, x, f, maps)
         return self.cache[index]
 
     def done(self, index: int) -> None:
-        """No site of the block needs streams beyond ``index`` any more."""
-        for k in [k for k in self.cache if k > index]:
+        """Site ``index`` was the last to need its saved tensors and the streams after it."""
+        self.unpacked.pop(index, None)
+        for k in [k for k in self.cache if k > index or index == 0]:
             del self.cache[k]
-        if index == 0:
-            self.cache.clear()
-
-
-def _node(reference: weakref.ref[Any]) -> Any:
-    node = reference()
-    if node is None:
-        raise RuntimeError("a site's saved tensors were freed before its block was recomputed; keep the graph of the whole block")
-    return node
 
 
 class Recomputation:
@@ -147,7 +148,7 @@ class _Cross(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gy: Any, gh: Any, gmaps: Any, gnext: Any, *_: Any) -> tuple[Any, ...]:
         block, index, after, after_index = ctx.places
-        _, f, maps, end, carried, *parameters, next_maps, z, r = ctx.saved_tensors
+        _, f, maps, end, carried, *parameters, next_maps, z, r = block.saved(index)
         x, y = block.streams(index), after.streams(after_index) if end is None else end
         g, gf, gbefore, *grads, gcarried = site_ops.mhc_cross_backward(
             gnext, gy, gh, gmaps, x, f, maps, y, carried, *parameters, next_maps, z, r, *ctx.options
@@ -170,7 +171,7 @@ class _Post(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Any, ...]:
         block, index = ctx.place
-        _, f, maps = ctx.saved_tensors
+        _, f, maps = block.saved(index)
         x, gy = block.streams(index), gy.contiguous()
         gf, gmaps = site_ops.mhc_post_backward(gy, x, f, maps)
         block.done(index)

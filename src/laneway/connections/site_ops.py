@@ -195,9 +195,9 @@ def _cross_setup(ctx, inputs, output) -> None:
 
 
 def _cross_vjp(ctx, gy, gh, gmaps, gnext, *_):
-    carried = ctx.saved_tensors[4]
-    g, gf, gbefore, *grads, gcarried = mhc_cross_backward(gnext, gy, gh, gmaps, *ctx.saved_tensors, *ctx.options)
-    return None, g, gf, gbefore, None if carried is None else gcarried, *grads, None, None, None, None
+    saved = ctx.saved_tensors
+    g, gf, gbefore, *grads, gcarried = mhc_cross_backward(gnext, gy, gh, gmaps, *saved, *ctx.options)
+    return None, g, gf, gbefore, None if saved[4] is None else gcarried, *grads, None, None, None, None
 
 
 mhc_cross.register_autograd(_cross_vjp, setup_context=_cross_setup)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laneway.connections import HyperConnection, StreamReadout, expand_spread, expand_streams
+from laneway.connections import HyperConnection, StreamChain, StreamReadout, expand_spread, expand_streams
 from laneway.core import InputError, choice, positive_int
 
 # The residual choices by their usual names, and the manifold of H_res that each stands for.
@@ -176,12 +176,21 @@ class Block(nn.Module):
         self.site_attention = _site(config, 2 * index)
         self.site_ffn = _site(config, 2 * index + 1)
 
-    def forward(self, x_btnc: Tensor, rotary: Tensor) -> Tensor:
-        """[b, t, n, c] → the same shape."""
-        h_btc, merge = self.site_attention(x_btnc)
-        x_btnc = merge(self.attention(self.norm_attention(h_btc), rotary))
-        h_btc, merge = self.site_ffn(x_btnc)
-        return merge(self.ffn(self.norm_ffn(h_btc)))
+    def forward(self, x: Tensor | None, rotary: Tensor, chain: StreamChain | None = None) -> Tensor:
+        """Streams [b, t, n, c] → the same shape.
+
+        With a chain, which holds the streams: the last sub-layer's output [b, t, c] of the block before (None for the first
+        block) → that of this block.
+        """
+        if chain is None:
+            h_btc, merge = self.site_attention(x)
+            h_btc, merge = merge.into(self.site_ffn, self.attention(self.norm_attention(h_btc), rotary))
+            return merge(self.ffn(self.norm_ffn(h_btc)))
+        if x is not None:
+            chain.leave(x)
+        h_btc = chain.enter(self.site_attention)
+        chain.leave(self.attention(self.norm_attention(h_btc), rotary))
+        return self.ffn(self.norm_ffn(chain.enter(self.site_ffn)))
 
 
 def _site(config: GPTConfig, index: int) -> HyperConnection:
@@ -220,6 +229,9 @@ class GPT(nn.Module):
             "rotary", rotary_table(config.context, config.dim // config.heads, config.rope_base), persistent=False
         )
         self.rotary: Tensor
+        # Blocks hand the streams on in a chain. Only for blocks that run once and eagerly: activation checkpointing and
+        # torch.compile take a block as a function of its arguments.
+        self.chained, self.recompute = False, 0
         self._initialise()
 
     def _initialise(self) -> None:
@@ -237,6 +249,19 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(x_btc.device.type):  # narrow streams, as the paper trains them; maps stay fp32
             x_btc = x_btc.to(torch.get_autocast_dtype(x_btc.device.type))
         x_btnc = expand_streams(x_btc, self.streams, spread=self.spread)
+        x_btnc = self._chained(x_btnc) if self.chained else self._block_by_block(x_btnc)
+        return self.head(self.norm(self.readout(x_btnc)))
+
+    def _block_by_block(self, x_btnc: Tensor) -> Tensor:
         for block in self.blocks:
             x_btnc = block(x_btnc, self.rotary)
-        return self.head(self.norm(self.readout(x_btnc)))
+        return x_btnc
+
+    def _chained(self, x_btnc: Tensor) -> Tensor:
+        """The same numbers with one pass over the streams between any two sub-layers, across blocks too."""
+        chain = StreamChain(x_btnc, self.recompute or None)
+        f_btc: Tensor | None = None
+        for block in self.blocks:
+            f_btc = block(f_btc, self.rotary, chain)
+        chain.leave(f_btc)
+        return chain.streams()

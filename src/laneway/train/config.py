@@ -36,7 +36,7 @@ CADENCE = frozenset(
     }
 )
 # … and how the same arithmetic is laid out: the curve stays the same to rounding, no longer bit for bit.
-LAYOUT = frozenset({"device", "compile", "activation_checkpointing", "parallel", "micro_batch_size"})
+LAYOUT = frozenset({"device", "compile", "activation_checkpointing", "recompute_streams", "parallel", "micro_batch_size"})
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ class TrainConfig:
     """Compile each block with torch.compile; the first step then takes much longer."""
     activation_checkpointing: bool = False
     """Keep only the input of each block and compute the rest again in the backward pass."""
+    recompute_streams: bool = False
+    """Keep the streams of every few sites alone and make the others again in the backward pass: post-mixes only, same numbers."""
     log_every: int = 1
     """Steps between metrics rows."""
     probe_every: int = 20
@@ -137,6 +139,7 @@ class TrainConfig:
                 lambda: self._check_batch(world_size),
                 self._check_seed,
                 self._check_prompt,
+                self._check_recompute,
             ]
         )
         return found
@@ -149,6 +152,11 @@ class TrainConfig:
     def micro_batch(self, world_size: int = 1) -> int:
         """Sequences in one forward pass of one rank."""
         return self.micro_batch_size or self.batch_size // world_size
+
+    def _check_recompute(self) -> None:
+        if self.recompute_streams and (self.compile or self.activation_checkpointing):
+            other = "compile" if self.compile else "activation_checkpointing"
+            raise InputError("recompute_streams", True, f"false beside {other}, which decides for whole blocks what is kept")
 
     def _check_seed(self) -> None:
         if isinstance(self.seed, int) and self.seed >= 2**63:

@@ -1,4 +1,4 @@
-"""What is applied to the single-device model from outside, in this order: checkpointing, compilation, DDP or FSDP2."""
+"""What is applied to the single-device model from outside, in this order: the chain of streams, checkpointing, compilation, DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from laneway.connections import shard_connections
+from laneway.connections import block_length, shard_connections
 from laneway.core import InputError, LanewayError
 from laneway.models.gpt import GPT
 from laneway.train.config import TrainConfig
@@ -90,9 +90,11 @@ def resolve(kind: str, world_size: int) -> str:
 
 
 def parallelise(model: GPT, config: TrainConfig, ranks: Ranks) -> Parallel:
-    """Apply the configuration's ``activation_checkpointing``, ``compile`` and ``parallel`` to ``model``, in place."""
+    """Apply the configuration's ``activation_checkpointing``, ``recompute_streams``, ``compile`` and ``parallel``, in place."""
     kind = resolve(config.parallel, ranks.world_size)
     model.to(ranks.device)
+    model.chained = not (config.activation_checkpointing or config.compile)
+    model.recompute = block_length(model.config.sites, model.streams) if config.recompute_streams else 0
     if config.activation_checkpointing:
         for index, block in enumerate(model.blocks):
             model.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)

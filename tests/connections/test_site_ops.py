@@ -77,7 +77,11 @@ def test_a_gradient_penalty_in_fp32_is_that_of_float64():
 
 def test_streams_may_be_used_elsewhere_too():
     """The streams between two sites feed another loss as well: carry takes nothing from autograd's own sums."""
-    first, second, w = random_site(6, 3, dtype=torch.float64), random_site(6, 3, dtype=torch.float64), torch.randn(4, 3, 6).double()
+    first, second, w = (
+        random_site(6, 3, dtype=torch.float64),
+        random_site(6, 3, dtype=torch.float64),
+        torch.randn(4, 3, 6).double(),
+    )
     x = torch.randn(4, 3, 6).double()
 
     def loss(x, crossing):

@@ -148,8 +148,8 @@ def self_check(module: ModuleType, device: torch.device) -> str | None:
     gx, *grads, _ = module.pre_backward(gy, gh, gmaps, x, None, *parameters, maps, z, r, 0.0, 8.0, 20)
     with torch.enable_grad():
         inputs = [t.double().requires_grad_() for t in (x, f, *parameters)]
-        wide_x, wide_f, *wide = inputs
-        pre, post, res = reference.map_logits(wide_x, *wide, 1e-6)
+        wide_x, wide_f, fn, base, scale = inputs
+        pre, post, res = reference.map_logits(wide_x, fn, base, scale, 1e-6)
         wide_h = reference.pre_mix(wide_x, reference.pre_map(pre))
         h_res = reference.sinkhorn(reference.cap_logits(res, 8.0))
         wide_y = reference.post_mix(wide_x, wide_f, reference.post_map(post), h_res)

@@ -5,12 +5,12 @@
         chain.leave(sublayer(chain.enter(site)))
     x = chain.streams()
 
-``leave`` only notes the sub-layer's output; the next ``enter`` writes the new streams and reads them for its own maps in one pass
-(``Merge.into``), and ``streams`` writes those that remain. The numbers are those of ``h, merge = site(x); x = merge(f)``.
+``leave`` only notes the sub-layer's output; the next ``enter`` writes the new streams and reads them for its own maps in one
+pass (``Merge.into``), and ``streams`` writes those that remain. The numbers are those of ``h, merge = site(x); x = merge(f)``.
 
-``recompute=k`` keeps the streams of every k-th site alone (arXiv 2512.24880, Eq. 20). The backward pass makes the others again from
-the kept ones, the sub-layers' outputs and the maps, which are kept in any case: post-mixes only, bit for bit those of the forward
-pass. See recompute.py.
+``recompute=k`` keeps the streams of every k-th site alone (arXiv 2512.24880, Eq. 20). The backward pass makes the others again
+from the kept ones, the sub-layers' outputs and the maps, which are kept in any case: post-mixes only, bit for bit those of the
+forward pass. See recompute.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StreamChain:
     """
 
     def __init__(self, x: Tensor, recompute: int | None = None) -> None:
-        self._x: Tensor | None = x
+        self._x = x  # out of date between ``enter`` and ``streams``
         self._merge: Merge | None = None
         self._f: Tensor | None = None
         self._plan = None if recompute is None else Recomputation(positive_int("recompute", recompute))
@@ -66,7 +66,7 @@ class StreamChain:
             h, self._merge = site(self._plan.start(before(f)))
         else:
             h, self._merge = site(self._plan.cross(before, f), before.pre if site.single_pass else None)
-        self._x = self._f = None
+        self._x, self._f = self._merge.x, None
         return h
 
     def leave(self, f: Tensor) -> None:
@@ -88,5 +88,5 @@ class StreamChain:
 
     @property
     def pre(self) -> Tensor | None:
-        """H_pre of the site that was entered last, [N, n], until ``streams`` is called: a single-pass network reads out with it."""
+        """H_pre of the site entered last, [N, n], until ``streams`` is called: a single-pass network reads out with it."""
         return None if self._merge is None else self._merge.pre

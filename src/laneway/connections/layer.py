@@ -125,8 +125,8 @@ class HyperConnection(WideParameters):
         cap: H_res logits pass through cap·tanh(h / cap); None leaves them alone (as the paper and V4 do).
         eps: added to H_pre and inside Sinkhorn as DeepSeek-V4 does (1e-6 there); 0 is the paper.
         norm_eps: added to the mean square of the RMSNorm.
-        single_pass: h is mixed by the H_pre that the *previous* site predicted (DeepSeek-V4.1), so that a site needs one pass over
-            its streams; sinkhorn alone. The first site reads stream 0.
+        single_pass: h is mixed by the H_pre that the *previous* site predicted (DeepSeek-V4.1), so that a site needs one pass
+            over its streams; sinkhorn alone. The first site reads stream 0.
         disable: True: no maps and no parameters, h is the mean of the streams and f is added to each.
             None: True for one stream, else False. False with one stream keeps the maps.
         device, dtype: of the parameters; fp32 or float64.
@@ -163,7 +163,9 @@ class HyperConnection(WideParameters):
             raise InputError("dtype", dtype, "torch.float32 or torch.float64: maps are never narrower")
         self.manifold = choice("manifold", manifold, manifolds.MANIFOLDS)
         if single_pass and manifold != "sinkhorn":
-            raise InputError("single_pass", single_pass, f"False for manifold {manifold!r}; sinkhorn alone has a single-pass form")
+            raise InputError(
+                "single_pass", single_pass, f"False for manifold {manifold!r}; sinkhorn alone has a single-pass form"
+            )
         self.disabled = streams == 1 if disable is None else disable
         self.mhc = manifold == "sinkhorn" and not self.disabled
         self.single_pass = single_pass and not self.disabled
@@ -223,8 +225,9 @@ class HyperConnection(WideParameters):
         else:
             self.require_wide()
             h, merge = x.enter(self, pre)
-        for observe in self.observers:
-            observe(self, merge.x.detach(), merge.res.detach())
+        if self.observers and (res := merge.res) is not None:
+            for observe in self.observers:
+                observe(self, merge.x.detach(), res.detach())
         return h, merge
 
     def _enter(self, x: Tensor, pre: Tensor | None) -> tuple[Tensor, Merge]:

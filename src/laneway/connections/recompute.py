@@ -1,12 +1,13 @@
 """Streams that are made again in the backward pass, a block of sites at a time (arXiv 2512.24880, §4.3.2 and Eq. 20).
 
-Kept for the backward: the streams that enter a block, and of every site the sub-layer's output f, the maps and the projections (a
-few dozen numbers a token). When the backward pass reaches a block it replays the block's post-mixes, x_{k+1} = H_res x_k + H_postᵀ f_k,
-from the kept streams on, with the very op of the forward pass and the rounded numbers it used: the streams are the same bit for bit.
-No sub-layer, projection or Sinkhorn iteration runs again. A block's streams are let go as its sites are done with.
+Kept for the backward: the streams that enter a block, and of every site the sub-layer's output f, the maps and the projections
+(a few dozen numbers a token). When the backward pass reaches a block it replays the block's post-mixes,
+x_{k+1} = H_res x_k + H_postᵀ f_k, from the kept streams on, with the very op of the forward pass and the rounded numbers it used:
+the streams are the same bit for bit. No sub-layer, projection or Sinkhorn iteration runs again. A block's streams are let go as
+its sites are done with.
 
-What is kept goes through ``save_for_backward``, each tensor once, so hooks on saved tensors (offloading) see all of it; parameters
-are saved as any op saves them, so FSDP may free and gather them in between.
+What is kept goes through ``save_for_backward``, each tensor once, so hooks on saved tensors (offloading) see all of it;
+parameters are saved as any op saves them, so FSDP may free and gather them in between.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class _Block:
         if index not in self.unpacked:
             node = self.nodes[index]()
             if node is None:
-                raise RuntimeError("a site's saved tensors were freed before its block was recomputed; keep the whole block's graph")
+                raise RuntimeError(
+                    "a site's saved tensors were freed before its block was recomputed; keep the whole block's graph"
+                )
             self.unpacked[index] = node.saved_tensors
         return self.unpacked[index]
 
@@ -120,7 +123,8 @@ class _Pre(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gh: Tensor | None, gmaps: Tensor | None, gcarry: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
+        gh, gmaps, gcarry, *_ = grad_outputs
         x, carried, *parameters, maps, z, r = ctx.saved_tensors
         gx, *grads, gcarried = site_ops.mhc_pre_backward(x, gcarry, gh, gmaps, carried, *parameters, maps, z, r, *ctx.options)
         return gx, None if carried is None else gcarried, *grads, *[None] * 4
@@ -131,9 +135,16 @@ class _Cross(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, places: Sequence[Any], x: Tensor, carry: Tensor, f: Tensor, maps: Tensor, carried: Tensor | None, *arguments: Any
+        ctx: Any,
+        places: Sequence[Any],
+        x: Tensor,
+        carry: Tensor,
+        f: Tensor,
+        maps: Tensor,
+        carried: Tensor | None,
+        *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        block, index, after, after_index = places
+        block, index, after, _ = places
         y, h, next_maps, next_carry, z, r = site_ops.mhc_cross(x, carry, f, maps, carried, *arguments)
         ctx.places, ctx.options = places, arguments[3:]
         ctx.mark_non_differentiable(z, r)
@@ -146,7 +157,8 @@ class _Cross(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gy: Any, gh: Any, gmaps: Any, gnext: Any, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
+        gy, gh, gmaps, gnext, *_ = grad_outputs
         block, index, after, after_index = ctx.places
         _, f, maps, end, carried, *parameters, next_maps, z, r = block.saved(index)
         x, y = block.streams(index), after.streams(after_index) if end is None else end
@@ -169,7 +181,8 @@ class _Post(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
+        (gy,) = grad_outputs
         block, index = ctx.place
         _, f, maps = block.saved(index)
         x, gy = block.streams(index), gy.contiguous()

@@ -168,9 +168,9 @@ def _(x, carry, f, maps, carried, fn, base, scale, norm_eps, eps, cap, iteration
 @torch.library.custom_op("laneway::mhc_cross_backward", mutates_args=())
 @_exact
 def mhc_cross_backward(
-    gnext: Tensor | None, gy: Tensor | None, gh: Tensor | None, gmaps: Tensor | None, x: Tensor, f: Tensor, maps: Tensor, y: Tensor,
-    carried: Tensor | None, fn: Tensor, base: Tensor, scale: Tensor, next_maps: Tensor, z: Tensor, r: Tensor, norm_eps: float,
-    eps: float, cap: float, iterations: int,
+    gnext: Tensor | None, gy: Tensor | None, gh: Tensor | None, gmaps: Tensor | None, x: Tensor, f: Tensor, maps: Tensor,
+    y: Tensor, carried: Tensor | None, fn: Tensor, base: Tensor, scale: Tensor, next_maps: Tensor, z: Tensor, r: Tensor,
+    norm_eps: float, eps: float, cap: float, iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of y, f, maps, fn, base, scale and carried (empty where there is none)."""
     g, gf, *grads, gcarried = backend_for(x, f).cross_backward(
@@ -241,7 +241,9 @@ def _again(
         pairs = [(g, w) for g, w in pairs if g is not None and w is not None and w.numel()]
         every = [t for t in [*leaves, *seeds] if t is not None]
         second = iter(
-            torch.autograd.grad([g for g, _ in pairs], every, [w for _, w in pairs], allow_unused=True) if pairs else [None] * len(every)
+            torch.autograd.grad([g for g, _ in pairs], every, [w for _, w in pairs], allow_unused=True)
+            if pairs
+            else [None] * len(every)
         )
     found = [None if t is None else next(second) for t in [*leaves, *seeds]]
     return found[: len(leaves)], found[len(leaves) :]
@@ -299,7 +301,9 @@ def _cross_backward_vjp(ctx, ggg, ggf, ggmaps, *gg):
     gnext, gy, gh, gmaps, x, f, maps, y, carried, fn, base, scale, next_maps = ctx.saved_tensors
     *ggp, ggcarried = gg
     with torch.no_grad():
-        g = mhc_pre_backward(y, gnext, gh, gmaps, carried, fn, base, scale, next_maps, *_projection(y, fn, ctx.options[0]), *ctx.options)[0]
+        g = mhc_pre_backward(
+            y, gnext, gh, gmaps, carried, fn, base, scale, next_maps, *_projection(y, fn, ctx.options[0]), *ctx.options
+        )[0]
         g = g if gy is None else g + gy
 
     def post(x, f, maps):

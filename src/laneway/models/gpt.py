@@ -260,8 +260,9 @@ class GPT(nn.Module):
     def _chained(self, x_btnc: Tensor) -> Tensor:
         """The same numbers with one pass over the streams between any two sub-layers, across blocks too."""
         chain = StreamChain(x_btnc, self.recompute or None)
-        f_btc: Tensor | None = None
+        f_btc = None
         for block in self.blocks:
             f_btc = block(f_btc, self.rotary, chain)
-        chain.leave(f_btc)
+        if f_btc is not None:
+            chain.leave(f_btc)
         return chain.streams()

@@ -1,4 +1,4 @@
-"""What is applied to the single-device model from outside, in this order: the chain of streams, checkpointing, compilation, DDP or FSDP2."""
+"""What is applied to the single-device model from outside, in this order: chain, checkpointing, compilation, DDP or FSDP2."""
 
 from __future__ import annotations
 

@@ -89,7 +89,14 @@ def _pre(logits: Tensor, per_stream: bool, eps: float) -> Tensor:
 
 
 def pre_forward(
-    x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, per_stream: bool, norm_eps: float, eps: float, carried: Tensor | None = None
+    x: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    per_stream: bool,
+    norm_eps: float,
+    eps: float,
+    carried: Tensor | None = None,
 ):
     """x [N, n, C] → h [N, C] (dtype of x), logits [N, width of base], z [N, G·m], r [N, G].
 
@@ -121,7 +128,10 @@ def pre_forward(
 
 
 def post_forward(x: Tensor, f: Tensor | None, post: Tensor | None, res: Tensor) -> Tensor:
-    """y_i = Σ_j res_ij x_j + post_i f: x [N, n, C], f [N, C], post [N, n], res [N, out, in] → [N, n, C]. f None: nothing added."""
+    """y_i = Σ_j res_ij x_j + post_i f: x [N, n, C], f [N, C], post [N, n], res [N, out, in] → [N, n, C].
+
+    Without f and post nothing is added.
+    """
     y = torch.empty_like(x)
     dtype, chunks = res.dtype, _chunks(x, res.dtype)
     x_in, y_out = (_Scratch(t, chunks.step, dtype) for t in (x, y))
@@ -130,7 +140,7 @@ def post_forward(x: Tensor, f: Tensor | None, post: Tensor | None, res: Tensor) 
         j = min(i + chunks.step, x.shape[0])
         out = y_out.target(i, j)
         torch.bmm(res[i:j], x_in.read(i, j), out=out)
-        if f_in is not None:
+        if f_in is not None and post is not None:
             out.addcmul_(post[i:j].unsqueeze(2), f_in.read(i, j).unsqueeze(1))
         y_out.store(i, j)
     return y
@@ -164,7 +174,19 @@ def branch_backward(
 
 
 def pre_backward(
-    gx, gh, glogits, x, fn, base, scale, z, r, per_stream: bool, eps: float, carried: Tensor | None = None, gcarried: Tensor | None = None
+    gx,
+    gh,
+    glogits,
+    x,
+    fn,
+    base,
+    scale,
+    z,
+    r,
+    per_stream: bool,
+    eps: float,
+    carried: Tensor | None = None,
+    gcarried: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Adds to ``gx`` [N, n, C], in place, all that reaches x through h and the logits.
 
@@ -183,7 +205,7 @@ def pre_backward(
         j = min(i + chunks.step, tokens)
         xc, ghc, out = x_in.read(i, j), gh_in.read(i, j), gx_out.read(i, j)
         g_pre = torch.bmm(ghc.unsqueeze(1), xc.transpose(1, 2)).squeeze(1)
-        if carried is None:
+        if carried is None or gcarried is None:
             weights = _pre(torch.addcmul(base[:n], arranged[i:j, :n], factor[:n]), per_stream, eps)
             glogits[i:j, :n] += g_pre if per_stream else g_pre * (weights - eps) * (1 + eps - weights)
         else:

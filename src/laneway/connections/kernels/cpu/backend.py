@@ -1,12 +1,13 @@
 """The compiled kernels as functions of tensors, one to one with the other backends of a site.
 
-Streams are fp32 or bf16 on the CPU, flat and contiguous, n ≤ ``LARGEST``; see kernels/__init__.py for what each function computes.
+Streams are fp32 or bf16 on the CPU, flat and contiguous, n ≤ ``LARGEST``; kernels/__init__.py says what each function computes.
 """
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ _SIGNATURES = {
     "laneway_post_backward": [*_SHAPE, *[c_void_p] * 6],
     "laneway_backward": [*_SHAPE, c_float, c_float, c_int, *[c_void_p] * 22],
 }
-_library: ctypes.CDLL | None = None
+_library: ctypes.CDLL | None = None  # set by ``load``, which whoever chooses this backend calls first
 
 
 def load(path: str | None = None) -> None:
@@ -50,7 +51,13 @@ def load(path: str | None = None) -> None:
 
 def vector_width() -> int:
     """Floats in a vector of the library that is loaded: 16 (AVX-512), 8 (AVX2) or 4."""
-    return _library.laneway_vector_width()
+    return _call("laneway_vector_width")
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    if _library is None:
+        load()
+    return getattr(_library, name)(*arguments)
 
 
 def _pointer(t: Tensor | None) -> int | None:
@@ -66,8 +73,8 @@ def _fp32(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32)
 
 
-def _wide(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.detach().float().contiguous() for t in tensors]
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().float().contiguous() for t in tensors]
 
 
 def pre(x, carried, fn, base, scale, norm_eps, eps, cap, iterations):
@@ -85,22 +92,23 @@ def _forward(x, before_x, before_f, before_maps, carried, fn, base, scale, norm_
     tokens, n, c = x.shape
     h = torch.empty(tokens, c, dtype=x.dtype)
     maps, z, r = _fp32(tokens, n * (n + 2)), _fp32(tokens, n * (n + 2)), _fp32(tokens)
-    tensors = [*_wide(fn, base, scale, carried), before_x, before_f, before_maps, x, h, maps, z, r]
-    _library.laneway_forward(*_shape(x), norm_eps, eps, cap, iterations, *map(_pointer, tensors))
+    carried = None if carried is None else _wide(carried)[0]
+    tensors = [*_wide(fn, base, scale), carried, before_x, before_f, before_maps, x, h, maps, z, r]
+    _call("laneway_forward", *_shape(x), norm_eps, eps, cap, iterations, *map(_pointer, tensors))
     return h, maps, z, r
 
 
 def post(x, f, maps):
     """→ y."""
     y = torch.empty_like(x)
-    _library.laneway_post(*_shape(x), *map(_pointer, (x, f, maps, y)))
+    _call("laneway_post", *_shape(x), *map(_pointer, (x, f, maps, y)))
     return y
 
 
 def post_backward(gy, x, f, maps):
     """→ gf, gmaps."""
     gf, gmaps = torch.empty_like(f), torch.empty_like(maps)
-    _library.laneway_post_backward(*_shape(x), *map(_pointer, (gy, x, f, maps, gf, gmaps)))
+    _call("laneway_post_backward", *_shape(x), *map(_pointer, (gy, x, f, maps, gf, gmaps)))
     return gf, gmaps
 
 
@@ -124,6 +132,7 @@ def _backward(gy, extra, gh, gmaps, x, carried, fn, base, scale, maps, z, r, eps
     gx, gcarried = torch.empty_like(x), None if carried is None else torch.empty_like(carried, dtype=torch.float32)
     wide = _wide(fn, base, scale)
     grads = [torch.empty_like(t) for t in wide]
-    tensors = [*wide, gy, extra, gh, gmaps, x, *_wide(carried), maps, z, r, gx, *grads, gcarried, *before]
-    _library.laneway_backward(*_shape(x), eps, cap, iterations, *map(_pointer, tensors))
+    carried = None if carried is None else _wide(carried)[0]
+    tensors = [*wide, gy, extra, gh, gmaps, x, carried, maps, z, r, gx, *grads, gcarried, *before]
+    _call("laneway_backward", *_shape(x), eps, cap, iterations, *map(_pointer, tensors))
     return gx, *(grad.to(given.dtype) for grad, given in zip(grads, (fn, base, scale), strict=True)), gcarried

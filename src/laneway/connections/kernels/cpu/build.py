@@ -159,4 +159,6 @@ def _capabilities() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((" ".join(sorted(line.partition(":")[2].split())) for line in lines if line.startswith(("flags", "Features"))), "")
+    return next(
+        (" ".join(sorted(line.partition(":")[2].split())) for line in lines if line.startswith(("flags", "Features"))), ""
+    )

@@ -231,6 +231,10 @@ def test_a_torch_without_an_fp8_product_on_the_cpu_is_said(monkeypatch):
     def none(*args, **kwargs):
         raise NotImplementedError
 
-    monkeypatch.setattr(precision.torch, "_scaled_mm", none)
-    with pytest.raises(lw.InputError, match="no fp8 product for the CPU"):
-        fp8_linear(torch.ones(2, 16), torch.ones(16, 16))
+    monkeypatch.setattr(torch, "_scaled_mm", none)
+    precision._cpu_lacks.cache_clear()
+    try:
+        with pytest.raises(lw.InputError, match="no fp8 product for the CPU"):
+            fp8_linear(torch.ones(2, 16), torch.ones(16, 16))
+    finally:
+        precision._cpu_lacks.cache_clear()

@@ -15,6 +15,8 @@ with s = largest value / 448: half a step of a 3-bit mantissa, and half the smal
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,6 +45,7 @@ def fp8_missing(device: torch.device | str) -> str | None:
     return f"laneway has no fp8 product for {device.type}"
 
 
+@cache
 def _cpu_lacks() -> str | None:
     """None where this torch multiplies fp8 on the CPU, which a product of two small matrices shows."""
     ones, scale = torch.ones(MULTIPLE, MULTIPLE).to(E4M3), torch.ones(())
@@ -80,7 +83,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         x8, sx, w8, sw = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
             gx = (grad @ (w8.to(grad.dtype) * sw)).to(ctx.given[0])
@@ -113,9 +117,9 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class FP8Linear(nn.Linear):
     """``nn.Linear`` by ``fp8_linear``: the same parameters under the same names, kept as wide as they are."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., K] → [..., N]."""
-        return fp8_linear(x, self.weight, self.bias)
+        return fp8_linear(input, self.weight, self.bias)
 
 
 def use_fp8(sublayers: nn.Module) -> list[str]:

@@ -131,6 +131,20 @@ def test_fp8_keeps_one_byte_a_number_for_the_backward():
 
 
 @fp8
+def test_fp8_has_no_second_derivative():
+    x, w = torch.randn(4, 16, requires_grad=True), torch.randn(16, 16)
+    (g,) = torch.autograd.grad(fp8_linear(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.square().sum().backward()
+
+
+@fp8
+def test_fp8_does_not_care_how_its_factors_lie_in_memory():
+    x, w = torch.randn(32, 6), torch.randn(32, 16)
+    assert torch.equal(fp8_linear(x.t(), w.t()), fp8_linear(x.t().contiguous(), w.t().contiguous()))
+
+
+@fp8
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e-40, 3e38])
 def test_fp8_edges(value):
     """Zeros stay zeros, what is not finite is not hidden, very small and very large numbers neither vanish nor overflow."""

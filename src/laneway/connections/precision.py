@@ -76,15 +76,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        (x8, sx), (w8, sw) = quantise(x), quantise(weight)
+        (x8, sx), (w8, sw) = quantise(x.contiguous()), quantise(weight.contiguous())  # as a GPU's product wants them
         ctx.save_for_backward(x8, sx, w8, sw)
         ctx.given = x.dtype, weight.dtype
         return torch._scaled_mm(x8, w8.t(), scale_a=sx, scale_b=sw, out_dtype=dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads: Tensor):
-        (grad,) = grads
+    def backward(ctx, grad: Tensor):  # type: ignore[bad-override]  # the decorator hides the parameters' names
+        # A second derivative would miss that the rounded factors depend on x and weight: it raises instead.
         x8, sx, w8, sw = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
             gx = (grad @ (w8.to(grad.dtype) * sw)).to(ctx.given[0])

@@ -183,13 +183,10 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file as a whole: under a name of its own beside it, onto the disk, then renamed.
-
-    A reader, or a kill, finds the old file or the new one. The new one has the permissions that any new file of this process
-    gets (0666 less the umask), whatever the old one's were.
+    """Write a file as a whole, with a new file's permissions: beside it, onto the disk, then renamed over the old one.
 
     Raises:
-        OSError: the folder is missing, the disk is full, …; the old file is as it was, and nothing is left beside it.
+        OSError: no folder, a full disk, …; the old file is as it was, and nothing is left beside it.
     """
     beside = path.with_name(f".tmp_{path.name}.{secrets.token_hex(4)}")  # two writers at once must not share it
     try:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laneway.core import InputError, LanewayError
-from laneway.rundir import RunDirectory, append_event, append_row, read_rows
+from laneway.rundir import RunDirectory, append_event, append_row, read_rows, replace_file
 
 ROW = st.dictionaries(
     st.text(max_size=5), st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), max_size=5
@@ -79,3 +83,67 @@ def test_opening_what_is_no_run_says_so(tmp_path):
     assert RunDirectory.open(tmp_path).read_env() == {}
     (tmp_path / "env.json").write_text(json.dumps({"torch": "2"}))
     assert RunDirectory.open(tmp_path).read_env() == {"torch": "2"}
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "x.toml"
+    replace_file(path, b"one, and longer than what follows")
+    replace_file(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_renamed_is_on_the_disk(tmp_path, monkeypatch):
+    log, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (log.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda path, target: (log.append("rename"), replace(path, target))[1])
+    replace_file(tmp_path / "x", b"new")
+    assert log == ["fsync", "rename"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_replaced_file_has_the_permissions_of_a_new_one(tmp_path, mask):
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    path.chmod(0o600)
+    before = os.umask(mask)
+    try:
+        replace_file(path, b"new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_replacement_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, failure):
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+
+    def fail(handle):
+        raise failure
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(type(failure)):
+        replace_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_rename_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "inside").touch()
+    with pytest.raises(OSError, match="directory"):
+        replace_file(tmp_path / "x", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_writers_at_once_do_not_mix(tmp_path):
+    path = tmp_path / "x"
+    contents = [bytes([65 + i]) * 50_000 for i in range(8)]
+    threads = [threading.Thread(target=replace_file, args=(path, data)) for data in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_bytes() in contents
+    assert list(tmp_path.iterdir()) == [path]

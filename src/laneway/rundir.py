@@ -12,9 +12,11 @@ A row that a kill left half-written at the end of a file is skipped; a broken ro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import secrets
 import time
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -170,3 +172,27 @@ def _drop_torn_tail(file: BinaryIO) -> None:
 def append_event(run: RunDirectory, kind: str, step: int, **fields: Any) -> None:
     """Append one event with the time of day in seconds."""
     append_row(run.events, {"time": time.time(), "step": step, "kind": kind, **fields})
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and flush it to the disk. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file as a whole, with a new file's permissions: beside it, onto the disk, then renamed over the old one.
+
+    Raises:
+        OSError: no folder, a full disk, …; the old file is as it was, and nothing is left beside it.
+    """
+    beside = path.with_name(f".tmp_{path.name}.{secrets.token_hex(4)}")  # two writers at once must not share it
+    try:
+        write_synced(beside, data)
+        beside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise

@@ -29,7 +29,7 @@ def test_rows_are_stamped_and_appended(tmp_path):
     assert found[0]["wall_ms"] == "1.23457"
     assert (found[0]["peak"], found[1]["peak"]) == ("", "7")
     assert all(row["date"] and row["torch"] and row["cpu"] for row in found)
-    assert not list(tmp_path.glob("**/.*.new"))
+    assert [item.name for item in path.parent.iterdir()] == ["x.csv"]
 
 
 def test_other_columns_are_refused_and_the_file_stays(tmp_path):

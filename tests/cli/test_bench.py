@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from laneway.bench import BENCHES
 from laneway.cli import main
 
 FAST = ["--shape", "16x8", "--dtype", "fp32", "--threads", "1", "--no-compile", "--quick"]
@@ -39,6 +40,10 @@ def test_tables_for_people(capfd):
         (["quality", "--variants", "residual,mch"], "did you mean 'mhc'?"),
         (["quality", "--seeds", "0"], "seeds: got 0"),
         (["quality", "--nope", "1"], "--nope"),
+        (["modalities", "--modalities", "vit,convnt"], "did you mean 'convnet'?"),
+        (["modalities", "--variants", "mhc"], "a list with residual"),
+        (["precision", "--variants", "mch"], "did you mean 'mhc'?"),
+        (["precision", "--dim", "255"], "model.dim: got 255"),
         (["layer", "--save", "/dev/null/x"], "save: got"),
     ],
 )
@@ -53,9 +58,8 @@ def test_bad_input_is_one_line_and_exit_code_2(capfd, words, part):
 def test_help_names_every_bench(capfd):
     assert main(["bench", "--help"]) == 0
     out, _ = capfd.readouterr()
-    assert "layer" in out
-    assert "quality" in out
-    for name in ("layer", "quality"):
+    for name in BENCHES:
+        assert f"\n  {name} " in out
         with pytest.raises(SystemExit) as caught:
             main(["bench", name, "--help"])
         assert caught.value.code in (0, None)

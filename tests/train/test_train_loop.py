@@ -370,7 +370,7 @@ def test_a_resume_that_finds_the_disk_full_keeps_the_configuration(change, tmp_p
         path.write_bytes(data[: len(data) // 2])
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("laneway.train.loop.write_synced", full)
+    monkeypatch.setattr("laneway.rundir.write_synced", full)
     with pytest.raises(LanewayError, match="space"):
         quiet(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "config.toml").read_bytes() == before

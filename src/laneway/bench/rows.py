@@ -8,7 +8,6 @@ its low and high. ``tables`` says which CSV file a row belongs to, where a bench
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import datetime
 import importlib.metadata
@@ -16,7 +15,6 @@ import io
 import math
 import os
 import platform
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ import torch
 
 from laneway import __version__
 from laneway.core import InputError, LanewayError
+from laneway.rundir import replace_file
 
 Row = dict[str, Any]
 PACKAGES = ("torch", "numpy", "transformers", "hyper-connections")
@@ -133,29 +132,12 @@ def append(path: Path, rows: list[Row]) -> Path:
     if not old:
         writer.writeheader()
     writer.writerows({key: _cell(value) for key, value in row.items()} for row in full)
-    _replace(path, old + buffer.getvalue())
-    return path
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write ``path`` as a whole: to a file of its own beside it, onto the disk, then renamed."""
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", suffix=".new", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)  # temporary files are for their owner alone
-        temporary.replace(path)
+        replace_file(path, (old + buffer.getvalue()).encode())
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
         raise LanewayError(f"{path}: can't be written ({error.strerror})") from error
+    return path
 
 
 def _cell(value: Any) -> Any:

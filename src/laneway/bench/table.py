@@ -15,6 +15,8 @@ COLUMNS = {
               "peak_over_streams"),
     "layer_agreement": ("streams", "dtype", "compared", "error_y", "error_x", "error_fn", "error_base", "error_scale"),
     "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
+    "modalities": ("modality", "variant", "seed", "test_loss", "accuracy", "best_alone", "step_ms", "step_time_over_residual"),
+    "precision": ("variant", "dtype", "dim", "threads", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "fp32_over", "loss"),
 }  # fmt: skip
 
 
@@ -39,7 +41,7 @@ def _print(console: Console, table: Table) -> None:
 def _table(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Table:
     table = Table(title=title)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("variant", "compared", "dtype") else "right")
+        table.add_column(column, justify="left" if column in ("variant", "compared", "dtype", "modality") else "right")
     for row in rows:
         table.add_row(*(_text(row[column]) for column in columns))
     return table

@@ -12,6 +12,10 @@ import os
 import shutil
 from pathlib import Path
 
+from laneway.rundir import write_synced
+
+__all__ = ["aside", "explain", "locate", "settle", "swap_in", "sync", "temporary", "write_synced"]
+
 _FULL = {errno.ENOSPC: "no space left on the disk", errno.EDQUOT: "the disk quota is used up"}
 
 
@@ -43,14 +47,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and flush it to the disk. Raises OSError."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def temporary(target: Path) -> Path:

@@ -21,11 +21,11 @@ def run(args: Sequence[str]) -> int:
     """Run one benchmark and show, print or save its rows."""
     if not args or args[0] in ("-h", "--help"):
         print("usage: laneway bench NAME [--quick] [--json] [--save [DIR]]\n")
-        print("\n".join(f"  {name:<8} {what}" for name, what in BENCHES.items()))
+        print("\n".join(f"  {name:<10} {what}" for name, what in BENCHES.items()))
         print("\n`laneway bench NAME --help` shows the rest.")
         return 0
     name = choice("bench", args[0], BENCHES)
-    command = {"layer": _layer, "quality": _quality}[name]
+    command = {"layer": _layer, "quality": _quality, "modalities": _modalities, "precision": _precision}[name]
     job = parse(command, _bare_save(args[1:]), prog=f"laneway bench {name}")
     from laneway.bench.rows import results_folder
     from laneway.bench.table import show
@@ -117,8 +117,71 @@ def _quality(
     """
     from laneway.bench import quality
 
-    names = tuple(name.strip() for name in variants.split(","))
-    options = quality.QualityOptions(variants=names, seeds=seeds, steps=steps, lr=lr, threads=threads)
+    options = quality.QualityOptions(variants=_names(variants), seeds=seeds, steps=steps, lr=lr, threads=threads)
     options.check()
     options = quality.quick(options) if quick else options
     return _Job(lambda progress: quality.run(options, progress), json, save)
+
+
+def _modalities(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    modalities: str = "vit,convnet,image_text",
+    variants: str = "residual,mhc",
+    seeds: int = 3,
+    steps: int = 300,
+    threads: int = 0,
+) -> _Job:
+    """Images, and images with text, with and without hyper-connections: accuracy on held-out digits, step time.
+
+    Args:
+        quick: at most 60 s on 2 cores: one seed, at most 40 steps, one thread.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/modalities.csv; without DIR to benchmarks/results of the source checkout.
+        modalities: comma-separated: vit, convnet, image_text.
+        variants: comma-separated; residual must be among them. Any residual of the model.
+        seeds: seeds 0 … N−1.
+        steps: optimizer steps of each run.
+        threads: number of threads; 0 is all.
+    """
+    from laneway.bench import modalities as bench
+
+    options = bench.ModalityOptions(_names(modalities), _names(variants), seeds, steps, threads)
+    options.check()
+    options = bench.quick(options) if quick else options
+    return _Job(lambda progress: bench.run(options, progress), json, save)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _precision(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    variants: str = "residual,mhc",
+    dim: int = 256,
+    layers: int = 4,
+    threads: int = 0,
+    seconds: float = 60.0,
+) -> _Job:
+    """A whole training step in fp32 and under bf16 autocast: how many times faster, and on which instructions.
+
+    Args:
+        quick: at most 60 s on 2 cores: a narrow network, few rounds.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/precision.csv; without DIR to benchmarks/results of the source checkout.
+        variants: comma-separated; any residual of the model.
+        dim: width of one stream.
+        layers: blocks of the network.
+        threads: number of threads; 0 is all.
+        seconds: time budget of the rounds.
+    """
+    from laneway.bench import precision
+
+    options = precision.PrecisionOptions(_names(variants), dim=dim, layers=layers, threads=threads, seconds=seconds)
+    options.check()
+    options = precision.quick(options) if quick else options
+    return _Job(lambda progress: precision.run(options, progress), json, save)

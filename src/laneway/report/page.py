@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +20,7 @@ from laneway.report import figures, palette, tables
 from laneway.report.figures import Figure
 from laneway.report.numbers import moment
 from laneway.report.runs import Run, flatten, load_runs
+from laneway.rundir import replace_file
 
 
 @dataclass
@@ -52,33 +51,12 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
         raise InputError("out", str(target), "a file name", "it is a folder")
     if not target.parent.is_dir():
         raise InputError("out", str(target), "a file in an existing folder", f"there is no folder {str(target.parent)!r}")
-    _write_atomically(target, render(runs))
-    return target, runs
-
-
-def _write_atomically(target: Path, text: str) -> None:
-    """Write beside the target, flush to disk, then rename: a reader sees the old page or the new one."""
-    temporary = None
+    page = render(runs).encode("utf-8", errors="replace")
     try:
-        with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            file.write(text.encode("utf-8", errors="replace"))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(target)
+        replace_file(target, page)
     except OSError as error:
         raise LanewayError(f"{target}: can't write the report ({error.strerror or error})") from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    """The process' mask for new files (there is no way to read it without setting it)."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+    return target, runs
 
 
 def render(runs: list[Run]) -> str:

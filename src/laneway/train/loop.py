@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from laneway.checkpoint import CheckpointStore, export
-from laneway.checkpoint.atomic import explain, temporary, write_synced
+from laneway.checkpoint.atomic import explain
 from laneway.core import Extension, LanewayError
-from laneway.rundir import RunDirectory, append_event
+from laneway.rundir import RunDirectory, append_event, replace_file
 from laneway.train.config import TrainConfig
 from laneway.train.environment import describe_environment
 from laneway.train.faults import NonfiniteGuard, StopRequest
@@ -173,12 +173,9 @@ class _Training:
             self.folder.env: json.dumps(describe_environment(self.ranks), indent=1),
         }
         for path, text in described.items():
-            beside = temporary(path)
             try:
-                write_synced(beside, text.encode())
-                beside.replace(path)
+                replace_file(path, text.encode())
             except OSError as error:
-                beside.unlink(missing_ok=True)
                 raise LanewayError(explain(error, self.folder.path)) from error
 
     def _step(self, step: int) -> bool:

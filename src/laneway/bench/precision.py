@@ -1,0 +1,155 @@
+"""``laneway bench precision``: a whole training step in fp32 and under bf16 autocast.
+
+A step is what ``laneway train`` runs: forward, loss, backward, clipping, AdamW, of a small GPT on one batch of random tokens. All
+residuals and both precisions take turns in one process. ``fp32_over`` is how many times longer the same residual takes in fp32,
+within the rounds: above one, bf16 is faster. What comes out hangs on the processor: one without bf16 products (AVX-512-BF16 or
+AMX; bf16 on Arm) makes them out of fp32 ones and pays for the conversions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laneway.bench.quality import use_threads
+from laneway.bench.rows import Report, Row
+from laneway.bench.timer import Samples, interleave, ratio
+from laneway.core import InputError, choice, positive_int
+from laneway.models.gpt import GPT, RESIDUALS, GPTConfig
+from laneway.train.config import PRECISIONS, TrainConfig
+from laneway.train.parallel import parallelise
+from laneway.train.ranks import Ranks, ranks_of_run
+from laneway.train.step import Stepper
+from laneway.train.workbench import make_optimizer, seed_all
+
+LR = 1e-3
+# Instructions that multiply bf16, as Linux names them: x86 (first two), Arm.
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
+
+
+@dataclass(frozen=True)
+class PrecisionOptions:
+    """What is measured."""
+
+    variants: tuple[str, ...] = ("residual", "mhc")
+    dim: int = 256
+    layers: int = 4
+    context: int = 128
+    batch_size: int = 4
+    threads: int = 0
+    """0 for all."""
+    seconds: float = 60.0
+    """Time budget of the rounds."""
+    quick: bool = False
+
+    def check(self) -> None:
+        """Raise InputError for the first field that is out of range."""
+        for name in self.variants:
+            choice("variants", name, RESIDUALS)
+        positive_int("threads", self.threads, 0)
+        if not 0 < self.seconds < float("inf"):
+            raise InputError("seconds", self.seconds, "a number > 0")
+        for name in self.variants:
+            self.config(name, "fp32").check()
+
+    def config(self, variant: str, dtype: str) -> TrainConfig:
+        """The run whose step is measured."""
+        model = GPTConfig(residual=variant, dim=self.dim, layers=self.layers, context=self.context)
+        return TrainConfig(model=model, batch_size=self.batch_size, precision=dtype, parallel="none")
+
+
+def quick(options: PrecisionOptions) -> PrecisionOptions:
+    """At most a minute on two cores: a narrow network of two layers, one thread, few rounds."""
+    return replace(options, dim=min(options.dim, 64), layers=min(options.layers, 2), threads=1, seconds=10.0, quick=True)
+
+
+def run(options: PrecisionOptions, progress: Callable[[str], None] = lambda line: None) -> Report:
+    """Measure every variant in every precision; raises InputError where an option is out of range."""
+    options.check()
+    rows: list[Row] = []
+    with use_threads(options.threads), ranks_of_run("auto") as ranks:
+        steps = {(name, dtype): _Step(options, name, dtype, ranks) for name in options.variants for dtype in PRECISIONS}
+        progress(f"{', '.join(options.variants)} in {' and '.join(PRECISIONS)}, about {options.seconds:.0f} s")
+        labels = {" ".join(key): step for key, step in steps.items()}
+        samples = interleave(labels, seconds=options.seconds, min_rounds=3 if options.quick else 7, warmup=2)
+        rows = [_row(options, *key, step, samples) for key, step in steps.items()]
+    notes = [processor_line()] if ranks.device.type == "cpu" else []
+    if options.quick:
+        notes.append("quick: ≤ 60 s on 2 cores; a narrow network, few rounds. Leave --quick out for the rest")
+    return Report("precision", {"precision": rows}, summarise(rows), notes)
+
+
+class _Step:
+    """One training step, again and again on the same batch; ``loss`` is the last one's."""
+
+    def __init__(self, options: PrecisionOptions, variant: str, dtype: str, ranks: Ranks) -> None:
+        config = options.config(variant, dtype)
+        seed_all(config.seed)
+        model = GPT(config.model)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        parallel = parallelise(model, config, ranks)
+        optimizer = make_optimizer(parallel, config.optimizer)
+        self.stepper = Stepper(parallel, optimizer, ranks, config.micro_batch(), config.optimizer.clip_norm)
+        tokens = torch.randint(0, config.model.vocab_size, (options.batch_size, options.context + 1))
+        self.batch, self.loss = (tokens[:, :-1], tokens[:, 1:]), float("nan")
+
+    def __call__(self) -> None:
+        # The loss comes back to the host, so the device has done its work when this returns.
+        self.loss = self.stepper(self.batch, LR, False, lambda: None).loss
+
+
+def _row(options: PrecisionOptions, variant: str, dtype: str, step: _Step, samples: dict[str, Samples]) -> Row:
+    own, wide = samples[f"{variant} {dtype}"], samples[f"{variant} fp32"]
+    faster = ratio(wide, own)
+    return {
+        "variant": variant,
+        "dtype": dtype,
+        "layers": options.layers,
+        "dim": options.dim,
+        "context": options.context,
+        "batch_size": options.batch_size,
+        "threads": torch.get_num_threads(),
+        "quick": int(options.quick),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "bf16_instructions": " ".join(bf16_instructions()) or "none",
+        "parameters": step.parameters,
+        **own.columns(),
+        "fp32_over": faster.value,
+        "fp32_over_low": faster.low,
+        "fp32_over_high": faster.high,
+        "loss": step.loss,
+    }
+
+
+def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Which of ``BF16_INSTRUCTIONS`` the processor has, from Linux' list of its features; else as torch sees it."""
+    try:
+        lines = cpuinfo.read_text("utf-8").splitlines()
+    except OSError:
+        looks = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_bf16": "_is_amx_tile_supported"}
+        return [name for name, look in looks.items() if getattr(torch.cpu, look, lambda: False)()]
+    features = {
+        word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split(":", 1)[1].split()
+    }
+    return [name for name in BF16_INSTRUCTIONS if name in features]
+
+
+def processor_line() -> str:
+    """What the ratio hangs on, in one line."""
+    have = bf16_instructions()
+    said = f"multiplies bf16 ({', '.join(have)})" if have else "has no instructions that multiply bf16"
+    return f"the processor {said}; torch uses {torch.backends.cpu.get_cpu_capability()}"
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """How many times longer a step takes in fp32 than under bf16 autocast, by residual."""
+    parts = (("value", ""), ("low", "_low"), ("high", "_high"))
+    return {
+        row["variant"]: {"fp32_over_bf16": {part: row[f"fp32_over{end}"] for part, end in parts}}
+        for row in rows
+        if row["dtype"] == "bf16"
+    }

@@ -17,6 +17,8 @@ _HOME = {
     "param_groups": "laneway.connections",
     "shard_connections": "laneway.connections",
     "StreamProbe": "laneway.connections",
+    "accelerate_hf": "laneway.connections.hf",
+    "restore_hf": "laneway.connections.hf",
     "InputError": "laneway.core",
     "LanewayError": "laneway.core",
     "Extension": "laneway.core",
@@ -30,8 +32,10 @@ __all__ = [
     "StreamProbe",
     "StreamReadout",
     "__version__",
+    "accelerate_hf",
     "expand_streams",
     "param_groups",
+    "restore_hf",
     "shard_connections",
 ]
 
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
         param_groups,
         shard_connections,
     )
+    from laneway.connections.hf import accelerate_hf, restore_hf
     from laneway.core import Extension, InputError, LanewayError
 
 

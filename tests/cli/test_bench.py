@@ -38,6 +38,7 @@ def test_tables_for_people(capfd):
         (["layer", "--dtype", "fp64"], "fp32, bf16"),
         (["quality", "--variants", "residual,mch"], "did you mean 'mhc'?"),
         (["quality", "--seeds", "0"], "seeds: got 0"),
+        (["hf", "--models", "deepseek_v3"], "did you mean 'deepseek_v4'?"),
         (["quality", "--nope", "1"], "--nope"),
         (["layer", "--save", "/dev/null/x"], "save: got"),
     ],
@@ -55,7 +56,7 @@ def test_help_names_every_bench(capfd):
     out, _ = capfd.readouterr()
     assert "layer" in out
     assert "quality" in out
-    for name in ("layer", "quality"):
+    for name in ("layer", "quality", "hf"):
         with pytest.raises(SystemExit) as caught:
             main(["bench", name, "--help"])
         assert caught.value.code in (0, None)

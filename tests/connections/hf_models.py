@@ -17,8 +17,8 @@ def deepseek_v4(**changes) -> nn.Module:
 
     settings = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8,
-        "n_routed_experts": 4, "num_experts_per_tok": 4, "n_shared_experts": 1, "sliding_window": 8,
+        "num_attention_heads": 4, "head_dim": 16, "partial_rotary_factor": 0.5, "q_lora_rank": 16, "o_groups": 2,
+        "o_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 4, "n_shared_experts": 1, "sliding_window": 8,
         "index_n_heads": 2, "index_head_dim": 8, "index_topk": 64, "max_position_embeddings": 128,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "heavily_compressed_attention"],

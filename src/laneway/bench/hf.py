@@ -75,7 +75,9 @@ def run(options: HFOptions, progress: Callable[[str], None] = lambda line: None)
     with using_threads(options.threads), hf_models.quiet_transformers():
         for name in options.models:
             for dtype in options.dtypes:
-                progress(f"{name}, {dtype}: {options.batch_size} × {options.time} tokens, {options.layers} layers of {options.dim}")
+                progress(
+                    f"{name}, {dtype}: {options.batch_size} × {options.time} tokens, {options.layers} layers of {options.dim}"
+                )
                 rows += _condition(options, name, dtype)
     notes = []
     if options.quick:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +50,7 @@ def _deepseek_v4(dim: int, layers: int, streams: int) -> nn.Module:
     kinds = ["heavily_compressed_attention", "compressed_sparse_attention"]
     config = DeepseekV4Config(
         vocab_size=VOCABULARY, hidden_size=dim, moe_intermediate_size=dim // 2, num_hidden_layers=layers, hc_mult=streams,
-        num_attention_heads=dim // HEAD, head_dim=HEAD, qk_rope_head_dim=HEAD // 2, q_lora_rank=dim // 4, o_groups=2,
+        num_attention_heads=dim // HEAD, head_dim=HEAD, partial_rotary_factor=0.5, q_lora_rank=dim // 4, o_groups=2,
         o_lora_rank=dim // 4, n_routed_experts=8, num_experts_per_tok=2, index_n_heads=4, index_head_dim=32, index_topk=64,
         layer_types=[kinds[i % 2] for i in range(layers)], mlp_layer_types=["moe"] * layers,
     )  # fmt: skip
@@ -86,10 +86,10 @@ def _hy_v4(dim: int, layers: int, streams: int) -> nn.Module:
     return HYV4ForCausalLM(config)
 
 
-BUILDERS = {"deepseek_v4": _deepseek_v4, "glm5_next": _glm5_next, "hy_v4": _hy_v4}
+BUILDERS: dict[str, Callable[[int, int, int], Any]] = {"deepseek_v4": _deepseek_v4, "glm5_next": _glm5_next, "hy_v4": _hy_v4}
 
 
-def build(name: str, dtype: torch.dtype, *, dim: int, layers: int, streams: int = STREAMS, seed: int = 0) -> nn.Module:
+def build(name: str, dtype: torch.dtype, *, dim: int, layers: int, streams: int = STREAMS, seed: int = 0) -> Any:
     """A model for training, its parameters in the dtypes that transformers loads them in (maps fp32).
 
     Streams are made to differ: transformers' start (biases of zero) would leave them copies of each other.

@@ -30,7 +30,13 @@ class Borrowed(_Module):
     these properties. The parameter itself, its name and its dtype are left alone.
     """
 
+    OURS: type = nn.Module
     PREFIX = ""
+
+    @staticmethod
+    def template(theirs: Any) -> nn.Module | None:
+        """A module of ours with the settings of ``theirs``; None where ours would not compute the same."""
+        raise NotImplementedError
 
     def _wide(self, name: str) -> Tensor:
         parameter = self._parameters[self.PREFIX + name]
@@ -105,8 +111,32 @@ class IndependentSite(Borrowed):
         with torch.autocast(x_btnc.device.type, enabled=False):
             h, logits, carry, *_ = ops.pre_mix(x_btnc, self.fn, self.base, self.scale, False, self.input_norm.eps, self.hc_eps)
             post = self.hc_post_magnitude * logits[:, n:].sigmoid() + self.hc_eps
-            res = torch.eye(n, dtype=post.dtype, device=post.device).expand(post.shape[0], n, n)
-        return h, lambda f: ops.post_mix(x_btnc, carry, f, post, res)
+        return h, lambda f: _AddMix.apply(x_btnc, carry, f, post)
+
+
+class _AddMix(torch.autograd.Function):
+    """x + H_postᵀ f, computed in the dtype of H_post and rounded once: ``ops.post_mix`` where H_res is the identity.
+
+    x [b, t, n, c], carry (see ``ops.py``), f [b, t, c], post [b·t, n]. The gradient of x is that of the result, and goes
+    through ``carry``; it is copied, because ``pre_mix`` adds to it in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, carry: Tensor, f: Tensor, post: Tensor) -> Tensor:
+        ctx.save_for_backward(f, post)
+        post = post.view(*x.shape[:-1], 1)
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.addcmul(x.to(post.dtype), post, f.to(post.dtype).unsqueeze(-2)).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:  # type: ignore[override]
+        f, post = ctx.saved_tensors
+        with torch.autocast(gy.device.type, enabled=False):
+            g, weights = gy.reshape(-1, *gy.shape[-2:]).to(post.dtype), post.unsqueeze(1)
+            gf = torch.bmm(weights, g).view(f.shape).to(f.dtype)
+            gpost = torch.bmm(f.reshape(-1, 1, f.shape[-1]).to(post.dtype), g.transpose(1, 2)).squeeze(1)
+        return None, gy.clone(memory_format=torch.contiguous_format), gf, gpost
 
 
 class Readout(Borrowed):

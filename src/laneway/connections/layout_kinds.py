@@ -21,7 +21,7 @@ from laneway.core import InputError
 State = dict[str, Tensor]
 
 DIFFERENCES = {
-    "sinkhorn_order": "its Sinkhorn ends with the columns of H_res, ours with the rows: the same only as far as both have converged",
+    "sinkhorn_order": "its Sinkhorn ends with the columns of H_res, ours with the rows: the same only as far as both converged",
     "norm_eps": "its norm divides by RMS(x) + ε, ours by √(RMS(x)² + ε): relatively about ε / RMS(x)",
     "eps": "its ε (1e-6) is inside Sinkhorn and not in H_pre; ours is in both or, as imported, in neither",
     "stream_norm": "it normalises every stream by itself, we all of them together: the same only where all streams have one RMS",
@@ -74,9 +74,7 @@ def _same_shapes(n: int, c: int) -> dict[str, tuple[int, ...]]:
 
 
 def _same(prefix: str, **options: Any) -> Layout:
-    return Layout(
-        ("fn", "base", "scale"), _same_shapes, lambda t, n: dict(t), lambda t, n: dict(t), prefix, options, head=True
-    )
+    return Layout(("fn", "base", "scale"), _same_shapes, lambda t, n: dict(t), lambda t, n: dict(t), prefix, options, head=True)
 
 
 V4_OPTIONS = {"cap": None, "eps": 1e-6, "norm_eps": 1e-6}

@@ -282,3 +282,27 @@ def test_under_autocast_the_maps_stay_exact():
         with torch.autocast("cpu", torch.bfloat16):
             off[name] = (variant(input_ids=ids).logits.double() - want).norm().item()
     assert off["ours"] <= off["theirs"]
+
+
+@pytest.mark.distributed
+def test_sharded_by_fsdp_it_computes_the_same_and_is_restored_before_only(tmp_path):
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    original, ids = deepseek_v4(), tokens()
+    want = results(hf.accelerate_hf(copy.deepcopy(original)), ids)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = lw.shard_connections(hf.accelerate_hf(original), mesh)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        got = results(fully_shard(model, mesh=mesh), ids)
+        for name, value in want.items():
+            whole = got[name].full_tensor() if hasattr(got[name], "full_tensor") else got[name]
+            torch.testing.assert_close(whole, value, rtol=1e-4, atol=1e-6)
+        with pytest.raises(InputError, match="before fully_shard"):
+            hf.restore_hf(model)
+    finally:
+        distributed.destroy_process_group()

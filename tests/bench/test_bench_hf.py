@@ -70,4 +70,4 @@ def test_quick_is_smaller_and_says_so():
     options = hf.quick(hf.HFOptions())
     assert options.quick
     assert options.threads == 1
-    assert options.time * options.dim * options.layers < 512 * 512 * 4 / 20
+    assert options.time * options.dim * options.layers < 512 * 512 * 2 / 10

@@ -45,18 +45,31 @@ def glm5_next(**changes) -> nn.Module:
     return _live(Glm5NextForConditionalGeneration(config))
 
 
-def hy_v4(**changes) -> nn.Module:
-    """Three layers, full and shared indexers, dense and sparse."""
-    from transformers import HYV4Config, HYV4ForCausalLM
-
-    settings = {
+def _hy_settings() -> dict:
+    return {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24,
         "num_hidden_layers": 3, "num_attention_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 4,
         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         "max_position_embeddings": 128, "indexer_types": ["full", "full", "shared"], "initializer_range": 0.02,
     }  # fmt: skip
-    return _live(HYV4ForCausalLM(HYV4Config(**(settings | changes))))
+
+
+def hy_v4(**changes) -> nn.Module:
+    """Three layers, full and shared indexers, dense and sparse."""
+    from transformers import HYV4Config, HYV4ForCausalLM
+
+    return _live(HYV4ForCausalLM(HYV4Config(**(_hy_settings() | changes))))
+
+
+def hy_v4_vl() -> nn.Module:
+    """The same with a vision tower of one block."""
+    from transformers import HYV4VLConfig, HYV4VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "out_hidden_size": 32}
+    config = HYV4VLConfig(text_config=_hy_settings() | {"rope_parameters": rope}, vision_config=vision)
+    return _live(HYV4VLForConditionalGeneration(config))
 
 
 MODELS = {"deepseek_v4": deepseek_v4, "glm5_next": glm5_next, "hy_v4": hy_v4}

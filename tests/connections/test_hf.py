@@ -14,7 +14,7 @@ from laneway.connections import hf
 from laneway.core import InputError
 
 pytest.importorskip("transformers.models.glm5_next", reason="needs the `hf` extra: transformers ≥ 5.24")
-from hf_models import MODELS, deepseek_v4, errors, exact_results, results, tokens
+from hf_models import MODELS, deepseek_v4, errors, exact_results, hy_v4_vl, results, tokens
 
 pytestmark = pytest.mark.peers
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-9}
@@ -37,7 +37,7 @@ def _quiet(one_thread):
     transformers.logging.set_verbosity_error()
 
 
-@every_model
+@pytest.mark.parametrize("build", [*MODELS.values(), hy_v4_vl], ids=[*MODELS, "hy_v4_vl"])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=["fp32", "bf16"])
 def test_outputs_and_gradients_are_as_near_to_float64_as_theirs(build, dtype, tmp_path):
     """Bound: 2 × their error; for biases and scales, a few numbers whose error is as often small by luck, + 4 roundings."""
@@ -176,7 +176,10 @@ def test_generated_tokens_are_those_of_the_original_with_and_without_cache(build
     assert torch.equal(model.generate(ids, use_cache=False, **options), want)
 
 
-@every_model
+@pytest.mark.parametrize(
+    "build",
+    [pytest.param(build, id=name, marks=[pytest.mark.slow] if name != "deepseek_v4" else []) for name, build in MODELS.items()],
+)
 def test_the_trainer_trains_it_as_the_original(build, tmp_path):
     from transformers import Trainer, TrainingArguments
 

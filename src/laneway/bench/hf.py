@@ -33,8 +33,8 @@ class HFOptions:
     models: tuple[str, ...] = tuple(hf_models.BUILDERS)
     dtypes: tuple[str, ...] = ("fp32",)
     dim: int = 512
-    layers: int = 4
-    batch_size: int = 2
+    layers: int = 2
+    batch_size: int = 1
     time: int = 512
     """Tokens of a sequence."""
     threads: int = 0
@@ -96,7 +96,7 @@ def _condition(options: HFOptions, name: str, dtype: str) -> list[Row]:
     ids = torch.randint(4, hf_models.VOCABULARY, (options.batch_size, options.time))
     losses = [_loss(model, ids).item() for model in (original, ours)]
     steps = {key: _step(model, ids) for key, model in ((ORIGINAL, original), (OURS, ours), (PLAIN, plain))}
-    samples = interleave(steps, seconds=options.seconds, min_rounds=3 if options.quick else 7, warmup=1)
+    samples = interleave(steps, seconds=options.seconds, min_rounds=3 if options.quick else 5, warmup=1)
     condition = {
         "model": name,
         "dtype": dtype,

@@ -131,7 +131,7 @@ def _hf(
     models: str = "deepseek_v4,glm5_next,hy_v4",
     dtype: tuple[str, ...] = ("fp32",),
     dim: int = 512,
-    layers: int = 4,
+    layers: int = 2,
     time: int = 512,
     threads: int = 0,
 ) -> _Job:
@@ -145,7 +145,7 @@ def _hf(
         dtype: fp32 and / or bf16, which most CPUs are slow at.
         dim: width of one stream.
         layers: decoder layers, two sites each.
-        time: tokens of a sequence; a batch has two.
+        time: tokens of the sequence.
         threads: number of threads; 0 is all.
     """
     from laneway.bench import hf

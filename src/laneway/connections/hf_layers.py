@@ -110,6 +110,6 @@ class Glm5NextLayer(IndexedLayer):
 
 
 def _cache(cache: Any, kwargs: dict[str, Any]) -> Any:
-    """The cache under its present name, or under the one it had before transformers 5.2."""
+    """The cache under its present name, or under its old one."""
     old = kwargs.pop("past_key_values", None)
     return old if cache is None else cache

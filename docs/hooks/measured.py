@@ -38,6 +38,7 @@ PROVENANCE = ("date", "laneway", "torch", "cpu", "cores", "device")
 
 # Columns that say what a row is about. A run's rows, which have none of them, belong together.
 CONDITION = (
+    "model",
     "tokens",
     "dim",
     "streams",

@@ -19,6 +19,8 @@ _HOME = {
     "param_groups": "laneway.connections",
     "shard_connections": "laneway.connections",
     "StreamProbe": "laneway.connections",
+    "accelerate_hf": "laneway.connections.hf",
+    "restore_hf": "laneway.connections.hf",
     "InputError": "laneway.core",
     "LanewayError": "laneway.core",
     "Extension": "laneway.core",
@@ -33,8 +35,10 @@ __all__ = [
     "StreamProbe",
     "StreamReadout",
     "__version__",
+    "accelerate_hf",
     "expand_streams",
     "param_groups",
+    "restore_hf",
     "shard_connections",
     "use_backend",
 ]
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
         shard_connections,
         use_backend,
     )
+    from laneway.connections.hf import accelerate_hf, restore_hf
     from laneway.core import Extension, InputError, LanewayError
 
 

@@ -39,6 +39,7 @@ def test_tables_for_people(capfd):
         (["layer", "--dtype", "fp64"], "fp32, bf16"),
         (["quality", "--variants", "residual,mch"], "did you mean 'mhc'?"),
         (["quality", "--seeds", "0"], "seeds: got 0"),
+        (["hf", "--models", "deepseek_v3"], "did you mean 'deepseek_v4'?"),
         (["quality", "--nope", "1"], "--nope"),
         (["modalities", "--modalities", "vit,convnt"], "did you mean 'convnet'?"),
         (["modalities", "--variants", "mhc"], "a list with residual"),

@@ -1,14 +1,15 @@
 """Benchmarks: one module a benchmark, one shared timer. They write rows, never prose.
 
 ``stats`` (medians, intervals) · ``timer`` (interleaved rounds) · ``memory`` (peak tensor bytes) · ``rows`` (JSON, CSV, machine) ·
-``table`` (for people) · ``peers`` (what we compare with) · ``agreement`` (errors, not times) · ``layer``, ``quality``,
-``modalities``, ``precision``.
+``table`` (for people) · ``peers`` (what we compare with) · ``agreement`` (errors, not times); the others are benchmarks, some with
+a module of what they need beside them.
 """
 
 from __future__ import annotations
 
 BENCHES = {
     "layer": "one hyper-connection site, forward and backward, against other libraries and the copy-bandwidth floor",
+    "hf": "training steps of transformers' hyper-connection models, as they are and with accelerate_hf",
     "quality": "the same training run with different residuals: validation loss, step time, memory, gain",
     "modalities": "images, and images with text, with and without hyper-connections: accuracy, step time",
     "precision": "a training step in fp32 and under bf16 autocast: how many times faster, on which instructions",

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laneway.bench.quality import BASELINE, use_threads
+from laneway.bench.quality import BASELINE
 from laneway.bench.rows import Report, Row
 from laneway.bench.stats import mean_interval, spread
+from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, ratio
 from laneway.connections import param_groups
 from laneway.core import InputError, choice, positive_int
@@ -131,7 +132,7 @@ def run(options: ModalityOptions, progress: Callable[[str], None] = lambda line:
     halves = digits.load_digits()
     rows: list[Row] = []
     times = {(modality, variant): Samples() for modality in options.modalities for variant in options.variants}
-    with use_threads(options.threads):
+    with using_threads(options.threads):
         for modality in options.modalities:
             for seed in range(options.seeds):
                 progress(f"{modality}, seed {seed + 1} of {options.seeds}: {', '.join(options.variants)}, {options.steps} steps")

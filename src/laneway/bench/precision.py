@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from laneway.bench.quality import use_threads
 from laneway.bench.rows import Report, Row
+from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, interleave, ratio
 from laneway.core import InputError, choice, positive_int
 from laneway.models.gpt import GPT, RESIDUALS, GPTConfig
@@ -71,7 +71,7 @@ def run(options: PrecisionOptions, progress: Callable[[str], None] = lambda line
     """Measure every variant in every precision; raises InputError where an option is out of range."""
     options.check()
     rows: list[Row] = []
-    with use_threads(options.threads), ranks_of_run("auto") as ranks:
+    with using_threads(options.threads), ranks_of_run("auto") as ranks:
         steps = {(name, dtype): _Step(options, name, dtype, ranks) for name in options.variants for dtype in PRECISIONS}
         progress(f"{', '.join(options.variants)} in {' and '.join(PRECISIONS)}, about {options.seconds:.0f} s")
         labels = {" ".join(key): step for key, step in steps.items()}

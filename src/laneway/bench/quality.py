@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from laneway.bench.memory import peak_bytes
 from laneway.bench.rows import Report, Row
 from laneway.bench.stats import Interval, mean_interval, spread
+from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, ratio
 from laneway.core import InputError, choice, positive_int
 from laneway.models.gpt import RESIDUALS, GPTConfig
@@ -87,7 +87,7 @@ def run(options: QualityOptions, progress: Callable[[str], None] = lambda line: 
     options.check()
     rows: list[Row] = []
     times = {name: Samples() for name in options.variants}
-    with use_threads(options.threads):
+    with using_threads(options.threads):
         for seed in range(options.seeds):
             progress(f"seed {seed + 1} of {options.seeds}: {', '.join(options.variants)}, {options.steps} steps each")
             rows += _one_seed(options, seed, times)
@@ -95,17 +95,6 @@ def run(options: QualityOptions, progress: Callable[[str], None] = lambda line: 
     if options.quick:
         notes.append("quick: ≤ 60 s on 2 cores; a very small network, few steps, one thread: read its loss as a smoke test")
     return Report("quality", {"quality": rows}, summarise(rows, times), notes)
-
-
-@contextmanager
-def use_threads(count: int) -> Iterator[None]:
-    """Use ``count`` threads of torch inside the block; 0 leaves their number alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _one_seed(options: QualityOptions, seed: int, times: dict[str, Samples]) -> list[Row]:

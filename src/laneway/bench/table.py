@@ -14,10 +14,13 @@ COLUMNS = {
     "layer": ("tokens", "dim", "dtype", "threads", "variant", "wall_ms", "wall_ms_q1", "wall_ms_q3", "over_floor", "over_laneway",
               "peak_over_streams"),
     "layer_agreement": ("streams", "dtype", "compared", "error_y", "error_x", "error_fn", "error_base", "error_scale"),
+    "hf": ("model", "dtype", "threads", "variant", "wall_ms", "wall_ms_q1", "wall_ms_q3", "over_accelerated", "connections_share",
+           "peak_bytes"),
     "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
     "modalities": ("modality", "variant", "seed", "test_loss", "accuracy", "best_alone", "step_ms", "step_time_over_residual"),
     "precision": ("variant", "dtype", "dim", "threads", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "fp32_over", "loss"),
 }  # fmt: skip
+LEFT = ("variant", "compared", "dtype", "modality", "model")
 
 
 def show(report: Report, console: Console | None = None) -> None:
@@ -41,7 +44,7 @@ def _print(console: Console, table: Table) -> None:
 def _table(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Table:
     table = Table(title=title)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("variant", "compared", "dtype", "modality") else "right")
+        table.add_column(column, justify="left" if column in LEFT else "right")
     for row in rows:
         table.add_row(*(_text(row[column]) for column in columns))
     return table

@@ -25,7 +25,7 @@ def run(args: Sequence[str]) -> int:
         print("\n`laneway bench NAME --help` shows the rest.")
         return 0
     name = choice("bench", args[0], BENCHES)
-    command = {"layer": _layer, "quality": _quality, "modalities": _modalities, "precision": _precision}[name]
+    command = COMMANDS[name]
     job = parse(command, _bare_save(args[1:]), prog=f"laneway bench {name}")
     from laneway.bench.rows import results_folder
     from laneway.bench.table import show
@@ -185,3 +185,38 @@ def _precision(
     options.check()
     options = precision.quick(options) if quick else options
     return _Job(lambda progress: precision.run(options, progress), json, save)
+
+
+def _hf(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    models: str = "deepseek_v4,glm5_next,hy_v4",
+    dtype: tuple[str, ...] = ("fp32",),
+    dim: int = 512,
+    layers: int = 2,
+    time: int = 512,
+    threads: int = 0,
+) -> _Job:
+    """Training steps of transformers' hyper-connection models: as they are, accelerated, and with plain residuals.
+
+    Args:
+        quick: at most 60 s on 2 cores: two narrow layers, few rounds, one thread.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/hf.csv; without DIR to benchmarks/results of the source checkout.
+        models: comma-separated.
+        dtype: fp32 and / or bf16, which most CPUs are slow at.
+        dim: width of one stream.
+        layers: decoder layers, two sites each.
+        time: tokens of the sequence.
+        threads: number of threads; 0 is all.
+    """
+    from laneway.bench import hf
+
+    options = hf.HFOptions(models=_names(models), dtypes=dtype, dim=dim, layers=layers, time=time, threads=threads)
+    options.check()
+    options = hf.quick(options) if quick else options
+    return _Job(lambda progress: hf.run(options, progress), json, save)
+
+
+COMMANDS = {"layer": _layer, "quality": _quality, "modalities": _modalities, "precision": _precision, "hf": _hf}

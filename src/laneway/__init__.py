@@ -17,6 +17,9 @@ _HOME = {
     "param_groups": "laneway.connections",
     "shard_connections": "laneway.connections",
     "StreamProbe": "laneway.connections",
+    "convert": "laneway.connections.convert",
+    "unconvert": "laneway.connections.convert",
+    "load_converted": "laneway.connections.load",
     "InputError": "laneway.core",
     "LanewayError": "laneway.core",
     "Extension": "laneway.core",
@@ -30,9 +33,12 @@ __all__ = [
     "StreamProbe",
     "StreamReadout",
     "__version__",
+    "convert",
     "expand_streams",
+    "load_converted",
     "param_groups",
     "shard_connections",
+    "unconvert",
 ]
 
 if TYPE_CHECKING:
@@ -44,6 +50,8 @@ if TYPE_CHECKING:
         param_groups,
         shard_connections,
     )
+    from laneway.connections.convert import convert, unconvert
+    from laneway.connections.load import load_converted
     from laneway.core import Extension, InputError, LanewayError
 
 

@@ -126,7 +126,7 @@ def family_of(model: Any) -> tuple[Family, Any]:
         raise InputError("model", type(model).__name__, ACCEPTED, hint)
     kind = model.config.model_type
     if kind not in FAMILIES:
-        close = nearest(kind or '', FAMILIES)
+        close = nearest(kind or "", FAMILIES)
         raise InputError("model", kind, ACCEPTED, f"{close!r} is another architecture" if close else None)
     family, trunk = FAMILIES[kind], model.base_model
     if type(trunk) is not family.type_of(family.trunk):

@@ -6,6 +6,7 @@ the loader's business; afterwards it gets its plain class back, as ``convert`` l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from laneway.connections.manifolds import Mixture
 from laneway.connections.parameters import WIDE, WideParameters
 from laneway.core import InputError, LanewayError
 
+LOST = ("missing_keys", "mismatched_keys", "unexpected_keys")
 SAVED = "a folder that save_pretrained wrote of a converted model"
 
 
@@ -34,7 +36,7 @@ def load_converted(path: str | Path, **options: Any) -> Any:
         InputError: there is no such folder, or no converted model in it.
         LanewayError: weights are missing, of another shape, or belong to nothing.
     """
-    config, cls = _config_and_class(path)
+    config, cls = config_and_class(path)
     asked = _streams(path, config)
     for name in ("config", "output_loading_info"):
         if name in options:
@@ -50,7 +52,7 @@ def load_converted(path: str | Path, **options: Any) -> Any:
     loader: Any = type(cls.__name__, (cls,), {"__init__": build, **names})
     model, info = loader.from_pretrained(path, config=config, output_loading_info=True, **options)
     model.__class__ = cls
-    _require_all(path, info)
+    require_all(path, info)
     for module in model.modules():
         if isinstance(module, Mixture):  # a buffer that is not saved; the loader leaves such ones without values
             module.permutations.copy_(Mixture(module.streams).permutations)
@@ -59,21 +61,25 @@ def load_converted(path: str | Path, **options: Any) -> Any:
     return model
 
 
-def _config_and_class(path: str | Path) -> tuple[Any, Any]:
-    """The config, and the class of transformers that its ``architectures`` names."""
+def config_and_class(path: str | Path, field: str = "path", accepted: str = SAVED) -> tuple[Any, Any]:
+    """The config of a saved model of a known family, and the class of transformers that its ``architectures`` names.
+
+    Raises:
+        InputError: ``field``: there is no such folder, another family, or no class of that name.
+    """
     try:
         import transformers
     except ImportError as error:
-        raise InputError("path", str(path), SAVED, "it needs the package transformers: pip install 'laneway[hf]'") from error
+        raise InputError(field, str(path), accepted, "it needs the package transformers: pip install 'laneway[hf]'") from error
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise InputError("path", str(path), SAVED, " ".join(str(error).split())[:200]) from error
+        raise InputError(field, str(path), accepted, " ".join(str(error).split())[:200]) from error
     name = (getattr(config, "architectures", None) or [""])[0]
     cls = getattr(transformers, name, None) if name else None
     if config.model_type not in FAMILIES or not isinstance(cls, type):
         given = f"{config.model_type}, {name or 'no architecture'}"
-        raise InputError("path", given, f"{SAVED} of one of the families {', '.join(FAMILIES)}")
+        raise InputError(field, given, f"{accepted} of one of the families {', '.join(FAMILIES)}")
     return config, cls
 
 
@@ -88,11 +94,9 @@ def _streams(path: str | Path, config: Any) -> dict[str, Any]:
     return {name: section[name] for name in known}
 
 
-def _require_all(path: str | Path, info: dict[str, Any]) -> None:
-    """No weight may be missing or left over: a map that silently began anew would be another model."""
-    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+def require_all(path: str | Path, info: dict[str, Any], kinds: Iterable[str] = LOST) -> None:
+    """Raise LanewayError where a weight is missing or left over: one that silently began anew would make another model."""
+    for kind in kinds:
         if info[kind]:
             names = sorted(map(str, info[kind]))
-            raise LanewayError(
-                f"{path}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}: the files don't fit config.json"
-            )
+            raise LanewayError(f"{path}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}: they don't fit config.json")

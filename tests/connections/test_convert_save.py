@@ -109,12 +109,35 @@ def test_a_loaded_model_converts_back_while_its_maps_are_at_their_start(kind, tm
     assert torch.equal(loaded(**inputs).logits, again(**inputs).logits)
 
 
-def test_a_device_map_splits_between_layers(tmp_path):
+@torch.no_grad()
+def test_a_device_map_may_put_layers_on_the_disk(tmp_path):
     pytest.importorskip("accelerate", reason="needs accelerate")
-    model, inputs = move_maps(lw.convert(plain("llama"))), batch("llama")
-    model.save_pretrained(tmp_path)
-    again = lw.load_converted(tmp_path, device_map="cpu")
+    model, inputs = lw.convert(plain("llama")), batch("llama")
+    model.save_pretrained(tmp_path / "wide")
+    layers = {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(3)}
+    rest = {
+        "model.embed_tokens": "cpu",
+        "model.norm": "cpu",
+        "model.readout": "disk",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
+    again = lw.load_converted(tmp_path / "wide", device_map=layers | rest, offload_folder=tmp_path / "offload")
     assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    with pytest.raises(lw.InputError, match="dispatched over devices"):
+        lw.unconvert(again)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft's own call
+@torch.no_grad()
+def test_adapters_go_on_a_converted_model_but_not_the_other_way_round():
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model, inputs = move_maps(lw.convert(plain("llama"))), batch("llama")
+    before = model(**inputs).logits
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert torch.equal(adapted(**inputs).logits, before)
+    with pytest.raises(lw.InputError, match="before it is wrapped"):
+        lw.convert(adapted)
 
 
 @pytest.fixture

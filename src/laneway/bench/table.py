@@ -15,6 +15,7 @@ COLUMNS = {
               "peak_over_streams"),
     "layer_agreement": ("streams", "dtype", "compared", "error_y", "error_x", "error_fn", "error_base", "error_scale"),
     "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
+    "convert": ("variant", "seed", "trainable", "lr", "val_loss_before", "val_loss", "step_ms", "collapse", "gain_backward"),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ VERBS = {
     "report": "draw one or more runs as a single HTML file",
     "validate": "check a configuration file, field by field",
     "doctor": "look at this machine, or at a run, and say what to change",
-    "bench": "measure: layer, quality",
+    "bench": "measure: layer, quality, convert",
 }
 
 

@@ -22,6 +22,7 @@ from laneway.connections.parameters import WideParameters
 from laneway.core import InputError
 
 Model = TypeVar("Model", bound=nn.Module)
+Wide = TypeVar("Wide", bound=WideParameters)
 FORMAT = 1  # of the section ``laneway`` in a converted model's config.json
 
 
@@ -116,9 +117,9 @@ def convert(
             layer.add_module(name, _beside(site, layer))
         layer.__class__ = wide_class(family)
     norm = getattr(trunk, family.norm)
-    trunk.readout = _beside(readout, norm)
+    trunk.readout = readout = _beside(readout, norm)
     layers[0].register_forward_pre_hook(Expand(streams, asked.spread), with_kwargs=True)
-    norm.register_forward_pre_hook(ReadOut(trunk.readout))
+    norm.register_forward_pre_hook(ReadOut(readout))
     _mark(model, trunk, family, asked)
     return model
 
@@ -133,17 +134,21 @@ def unconvert(model: Model) -> Model:
         The same object.
 
     Raises:
-        InputError: the model is not converted, or a map has moved. The model is then as it was.
+        InputError: the model is not converted, is dispatched by a device map, or a map has moved. It is then as it was.
     """
     family, trunk = family_of(model)
     if not is_converted(model):
         raise InputError("model", type(model).__name__, "a model that laneway.convert or laneway.load_converted gave")
+    layers = list(getattr(trunk, family.layers))
+    if any("forward" in vars(layer) for layer in layers) or any(p.is_meta for p in model.parameters()):
+        raise InputError(
+            "model", "dispatched over devices or wrapped", "a model that nothing has wrapped", "load it without a map"
+        )
     moved = [name for name, module in model.named_modules() if isinstance(module, WideParameters) and not at_start(module)]
     if moved:
         accepted = "a converted model whose maps are all at their start"
         hint = "trained maps have no plain counterpart; keep the converted model"
         raise InputError("model", f"{len(moved)} with maps that have moved, first {moved[0]}", accepted, hint)
-    layers = getattr(trunk, family.layers)
     for layer in layers:
         layer.__class__ = layer.plain
         for name in family.sites(trunk.config):
@@ -199,7 +204,7 @@ def _wide_on_cpu() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _beside(module: WideParameters, neighbour: nn.Module) -> WideParameters:
+def _beside(module: Wide, neighbour: nn.Module) -> Wide:
     """``module`` on the device of ``neighbour``'s weights, in float64 where they are, in the same mode."""
     weight = next(neighbour.parameters())
     module.train(neighbour.training)

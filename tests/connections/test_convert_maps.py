@@ -68,13 +68,20 @@ def test_scales_wake_with_the_first_update(kind):
     assert all(min(norm.values()) > FLOOR["scale"] * largest for norm in norms), norms
 
 
-def test_two_streams_mix_after_the_first_updates():
-    model = lw.convert(plain("llama"), streams=2)
+@pytest.mark.parametrize(("manifold", "streams", "asleep"), [("sinkhorn", 2, "res"), ("kronecker", 4, "res"), ("none", 4, "pre")])
+def test_what_sleeps_at_first_wakes_with_the_first_updates(manifold, streams, asleep):
+    model = lw.convert(plain("llama").double(), streams, manifold=manifold)
     train(model, "llama", steps=0)
-    assert max(norm["res"] for norm in gradients(model, "fn")) < 1e-6 * max(norm["post"] for norm in gradients(model, "fn"))
-    train(model, "llama", steps=2)
-    norms = gradients(model, "fn")
-    assert all(norm["res"] > 1e-6 * norm["post"] for norm in norms[1:]), norms
+    norms = gradients(model, "base")
+    largest = max(norm["post"] for norm in norms)
+    assert max(norm[asleep] for norm in norms) < 1e-3 * largest
+    if asleep == "res":  # not even the norm's ε is left
+        assert max(norm[asleep] for norm in norms) < 1e-12 * largest
+    before = [norm[asleep] for norm in norms[1:]]
+    train(model, "llama", steps=3, lr=1e-2)
+    norms = gradients(model, "base")
+    largest = max(norm["post"] for norm in norms)
+    assert all(norm[asleep] > max(1e-6 * largest, 3 * old) for norm, old in zip(norms[1:], before, strict=True)), norms
 
 
 @pytest.mark.parametrize("kind", ONE_EACH)

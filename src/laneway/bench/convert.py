@@ -54,7 +54,7 @@ class ConvertOptions:
     pretrain_steps: int = 300
     steps: int = 100
     lr_pretrain: float = 3e-3
-    lr: float = 1e-3
+    lr: float = 3e-3
     lr_maps: float = 1e-2
     streams: int = 4
     layers: int = 4

@@ -131,7 +131,7 @@ def _convert(
     seeds: int = 3,
     pretrain_steps: int = 300,
     steps: int = 100,
-    lr: float = 1e-3,
+    lr: float = 3e-3,
     lr_maps: float = 1e-2,
     streams: int = 4,
     threads: int = 1,

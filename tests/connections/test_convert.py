@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,3 +248,58 @@ def test_bad_input_is_one_clear_error_and_changes_nothing(make, options, part):
 def test_unconvert_of_a_plain_model_is_refused():
     with pytest.raises(lw.InputError, match=r"a model that laneway\.convert"):
         lw.unconvert(plain("llama"))
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch):
+    model = plain("llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(lw.InputError, match=r"pip install 'laneway\[hf\]'"):
+        lw.convert(model)
+    with pytest.raises(lw.InputError, match=r"pip install 'laneway\[hf\]'"):
+        lw.load_converted("anywhere")
+
+
+@torch.no_grad()
+def test_the_first_layer_expands_its_input_however_it_is_given():
+    layer = lw.convert(plain("gpt2"), streams=3).transformer.h[0]
+    x = torch.randn(2, 5, WIDTH)
+    by_place, by_name = layer(x), layer(hidden_states=x)
+    assert by_place.shape == (2, 5, 3, WIDTH)
+    assert torch.equal(by_place, by_name)
+
+
+FSDP = """
+import os, sys, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import laneway as lw
+from convert_cases import batch, loss_of, move_maps, plain
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
+mesh, inputs = init_device_mesh("cpu", (1,)), batch("llama")
+for options in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}):
+    model = move_maps(lw.convert(plain("llama")))
+    loss = loss_of(model, "llama", inputs)
+    loss.backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    lw.shard_connections(model, mesh)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    again = loss_of(model, "llama", inputs)
+    again.backward()
+    assert torch.equal(again, loss) or options and abs(again - loss) < 0.05 * loss, (again, loss)
+    for name, p in model.named_parameters():
+        assert p.dtype == torch.float32 and p.grad.full_tensor().isfinite().all(), name
+        assert options or torch.equal(p.grad.full_tensor(), want[name]), name
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_fsdp2_shards_a_converted_model(tmp_path):
+    """One rank, in a process of its own: fp32 bit for bit, and bf16 layers with fp32 maps."""
+    command = [sys.executable, "-c", FSDP, str(Path(__file__).parent), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -72,6 +72,16 @@ def move_maps_if_any(model):
 
 
 @torch.no_grad()
+def test_one_stream_is_the_plain_residual_and_saves_too(tmp_path):
+    plain_model, inputs = plain("llama"), batch("llama")
+    before = plain_model(**inputs).logits
+    lw.convert(plain_model, streams=1).save_pretrained(tmp_path)
+    again = lw.load_converted(tmp_path)
+    assert torch.equal(again(**inputs).logits, before)
+    assert not [p for module in maps_of(again).values() for p in module.parameters()]
+
+
+@torch.no_grad()
 def test_shards_and_a_saved_copy_of_a_copy(tmp_path):
     model, inputs = move_maps(lw.convert(plain("llama"))), batch("llama")
     model.save_pretrained(tmp_path / "a", max_shard_size="30KB")

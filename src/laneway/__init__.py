@@ -21,6 +21,9 @@ _HOME = {
     "StreamProbe": "laneway.connections",
     "accelerate_hf": "laneway.connections.hf",
     "restore_hf": "laneway.connections.hf",
+    "convert": "laneway.connections.convert",
+    "unconvert": "laneway.connections.convert",
+    "load_converted": "laneway.connections.load",
     "InputError": "laneway.core",
     "LanewayError": "laneway.core",
     "Extension": "laneway.core",
@@ -36,10 +39,13 @@ __all__ = [
     "StreamReadout",
     "__version__",
     "accelerate_hf",
+    "convert",
     "expand_streams",
+    "load_converted",
     "param_groups",
     "restore_hf",
     "shard_connections",
+    "unconvert",
     "use_backend",
 ]
 
@@ -54,7 +60,9 @@ if TYPE_CHECKING:
         shard_connections,
         use_backend,
     )
+    from laneway.connections.convert import convert, unconvert
     from laneway.connections.hf import accelerate_hf, restore_hf
+    from laneway.connections.load import load_converted
     from laneway.core import Extension, InputError, LanewayError
 
 

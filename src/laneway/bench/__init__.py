@@ -1,8 +1,8 @@
 """Benchmarks: one module a benchmark, one shared timer. They write rows, never prose.
 
 ``stats`` (medians, intervals) · ``timer`` (interleaved rounds) · ``memory`` (peak tensor bytes) · ``rows`` (JSON, CSV, machine) ·
-``table`` (for people) · ``peers`` (what we compare with) · ``agreement`` (errors, not times); the others are benchmarks, some with
-a module of what they need beside them.
+``table`` (for people) · ``peers`` (what we compare with) · ``agreement`` (errors, not times); the others are benchmarks, some
+with a module of what they need beside them.
 """
 
 from __future__ import annotations
@@ -13,4 +13,5 @@ BENCHES = {
     "quality": "the same training run with different residuals: validation loss, step time, memory, gain",
     "modalities": "images, and images with text, with and without hyper-connections: accuracy, step time",
     "precision": "a training step in fp32 and under bf16 autocast: how many times faster, on which instructions",
+    "convert": "a pretrained Llama goes on training: plain, converted with its maps alone, converted as a whole",
 }

@@ -19,6 +19,7 @@ COLUMNS = {
     "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
     "modalities": ("modality", "variant", "seed", "test_loss", "accuracy", "best_alone", "step_ms", "step_time_over_residual"),
     "precision": ("variant", "dtype", "dim", "threads", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "fp32_over", "loss"),
+    "convert": ("variant", "seed", "trainable", "lr", "val_loss_before", "val_loss", "step_ms", "collapse", "gain_backward"),
 }  # fmt: skip
 LEFT = ("variant", "compared", "dtype", "modality", "model")
 

@@ -12,11 +12,12 @@ from laneway.core import LanewayError, nearest
 VERBS = {
     "train": "train a language model on text",
     "generate": "write text with a trained model",
+    "convert": "turn a saved transformers model into one with hyper-connections",
     "report": "draw one or more runs as a single HTML file",
     "validate": "check a configuration file, field by field",
     "doctor": "look at this machine, or at a run, and say what to change",
     "build": "compile the CPU kernels for this machine",
-    "bench": "measure: layer, quality",
+    "bench": "measure; `laneway bench` lists what",
 }
 
 

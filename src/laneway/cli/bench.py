@@ -219,4 +219,46 @@ def _hf(
     return _Job(lambda progress: hf.run(options, progress), json, save)
 
 
-COMMANDS = {"layer": _layer, "quality": _quality, "modalities": _modalities, "precision": _precision, "hf": _hf}
+def _convert(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    seeds: int = 3,
+    pretrain_steps: int = 300,
+    steps: int = 100,
+    lr: float = 3e-3,
+    lr_maps: float = 1e-2,
+    streams: int = 4,
+    threads: int = 1,
+) -> _Job:
+    """A small Llama of transformers, pretrained here, goes on training: plain, converted with its maps alone, converted whole.
+
+    Args:
+        quick: at most 60 s on 2 cores: a very small network and few steps.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/convert.csv; without DIR to benchmarks/results of the source checkout.
+        seeds: seeds 0 … N−1: weights, and the order of the text.
+        pretrain_steps: optimizer steps of the plain model before it is converted.
+        steps: optimizer steps of each variant after that.
+        lr: highest learning rate where all weights train (plain and mhc_all).
+        lr_maps: highest learning rate where the maps alone train (mhc_maps).
+        streams: residual streams of the converted models.
+        threads: number of threads; 0 is all.
+    """
+    from laneway.bench import convert
+
+    given = {"seeds": seeds, "pretrain_steps": pretrain_steps, "steps": steps, "streams": streams, "threads": threads}
+    options = convert.ConvertOptions(**given, lr=lr, lr_maps=lr_maps)
+    options.check()
+    options = convert.quick(options) if quick else options
+    return _Job(lambda progress: convert.run(options, progress), json, save)
+
+
+COMMANDS = {
+    "layer": _layer,
+    "quality": _quality,
+    "modalities": _modalities,
+    "precision": _precision,
+    "hf": _hf,
+    "convert": _convert,
+}

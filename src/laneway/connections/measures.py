@@ -1,0 +1,247 @@
+"""What a consistency check measures, one function a measure. Formulas, limits and their sources: docs/lora.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from laneway.connections.adapters import Adapter, delta
+from laneway.connections.layer import HyperConnection
+from laneway.connections.parameters import WIDE, WideParameters, connections
+from laneway.connections.picture import Camera, Picture, SiteState
+
+DOUBLY_STOCHASTIC = ("sinkhorn", "birkhoff", "kronecker", "identity")
+MAD = 1.4826  # median absolute deviation → standard deviation of a normal distribution
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is accepted; one value for all layers, none depends on the kind of mistake."""
+
+    rounding: float = 16.0
+    """Base output against its reference in one process: relative difference, in units of the output dtype's epsilon."""
+    carried: float = 1e-4
+    """The same against a record from another process, whose sums may run in another order."""
+    law: float = 1e-5
+    """Adapted output against W x + s B A x: relative difference, over 4 epsilons of the output's dtype."""
+    rows: float = 1e-4
+    """|log of a row sum of H_res|: rows are divided last, so only rounding is left."""
+    columns: float = 0.1
+    """|log of a column sum of H_res|, or twice what the base had: columns are as far as the iterations got."""
+    contribution: float = 1.0
+    """Median over tokens of |adapter's part| / |base output|."""
+    drift: float = 4.0
+    """Shift of a stream's RMS, mean or similarity, in deviations over the base's tokens."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One measured value that is not accepted."""
+
+    layer: str
+    measure: str
+    value: float | str
+    accepted: str
+
+
+def structure(model: nn.Module, found: list[Adapter], ties: list[list[tuple[nn.Module, str]]], training: bool) -> Iterator[Observation]:
+    """What can be read off without a forward pass: what trains, what is shared, what can't learn."""
+    own = {id(p) for adapter in found for p in adapter.parameters()}
+    for name, parameter in model.named_parameters():
+        if training and parameter.requires_grad and id(parameter) not in own:
+            yield Observation(name, "trainable", "a base parameter requires gradients", "adapters only")
+    tied = {id(m._parameters[key]) for group in ties for m, key in group}
+    for group in ties:
+        if len({id(module._parameters[key]) for module, key in group}) > 1:
+            yield Observation(_name(model, group[-1][0]), "tied", "its matrix was another layer's too, now it is not", "ties kept")
+    seen: dict[int, str] = {}
+    for adapter in found:
+        yield from _adapter_structure(adapter, training, seen)
+        if id(adapter.base._parameters.get(adapter.parameter)) in tied:
+            yield Observation(adapter.name, "tied", "another layer uses its matrix, and merging would change both", "untied matrices")
+
+
+def _adapter_structure(adapter: Adapter, training: bool, seen: dict[int, str]) -> Iterator[Observation]:
+    name = adapter.name
+    if adapter.kind == "other":
+        yield Observation(name, "target", type(adapter.base).__name__, "linear layers and maps of sites")
+    if training and not adapter.merged and not all(p.requires_grad for p in adapter.parameters()):
+        yield Observation(name, "trainable", "a factor is frozen", "factors that require gradients")
+    for a, b, scaling in adapter.factors():
+        for factor in (a, b):
+            other = seen.setdefault(factor.data_ptr(), name)
+            if other != name:
+                yield Observation(name, "shared", f"a factor is also that of {other}", "factors of its own")
+        if not math.isfinite(scaling) or scaling <= 0:
+            yield Observation(name, "scaling", scaling, "a number > 0")
+        if not torch.isfinite(torch.stack([a.sum(), b.sum()])).all():
+            yield Observation(name, "finite", "a factor is not", "finite factors")
+        elif not a.any() and not b.any():
+            yield Observation(name, "dead", "both factors are zero, and so is every gradient", "A ≠ 0")
+
+
+def dtypes(model: nn.Module) -> Iterator[Observation]:
+    """Parameters of maps that are narrower than fp32."""
+    for module in connections(model):
+        for key, parameter in WideParameters.named_parameters(module, recurse=False):
+            if parameter.dtype not in WIDE:
+                yield Observation(_name(model, module), "dtype", f"{key} is {parameter.dtype}", "float32 or float64")
+
+
+def same_outputs(now: Picture, then: Picture, limit: float | None, rounding: float, measure: str) -> Iterator[Observation]:
+    """The first output, in order of execution, that is not what it was. ``limit`` None: ``rounding`` epsilons of its dtype."""
+    for name, reference in then.outputs.items():
+        layer = name.partition(":")[0] or "the model's output"
+        if name not in now.outputs:
+            yield Observation(layer, measure, "no longer runs", "the layers of the base")
+            return
+        here = now.outputs[name]
+        if here.dtype != reference.dtype:
+            yield Observation(layer, measure, f"output in {here.dtype}", reference.dtype)
+            return
+        accepted = rounding * torch.finfo(_dtype(reference.dtype)).eps if limit is None else limit
+        if (difference := here.difference(reference)) > accepted:
+            yield Observation(layer, measure, difference, f"a relative difference ≤ {accepted:.1g}")
+            return
+
+
+def maps(camera: Camera, now: Picture, then: Picture, limits: Limits) -> Iterator[Observation]:
+    """The constraint of every site, and that all of it is finite."""
+    sites = {name: module for name, module in camera.layers if isinstance(module, HyperConnection)}
+    for key, state in now.sites.items():
+        name = key.partition("#")[0]
+        site = sites[name]
+        if state.finite:
+            yield Observation(name, "finite", f"{state.finite} is not", "finite streams and maps")
+        if state.dtype not in map(str, WIDE):
+            yield Observation(name, "dtype", f"H_res is {state.dtype}", "float32 or float64")
+        if site.manifold in DOUBLY_STOCHASTIC and not state.finite:
+            yield from _sums(name, state, then.sites.get(key), limits)
+        if site.manifold == "orthogonal" and not state.orthogonal <= limits.rows:
+            yield Observation(name, "orthogonal", state.orthogonal, f"|H Hᵀ − I| ≤ {limits.rows:g}")
+
+
+def _sums(name: str, state: SiteState, before: SiteState | None, limits: Limits) -> Iterator[Observation]:
+    columns = max(limits.columns, 2 * before.columns if before else 0.0)
+    for measure, value, accepted in (("rows", state.rows, limits.rows), ("columns", state.columns, columns)):
+        if not value <= accepted:
+            yield Observation(name, measure, value, f"|log of a sum of H_res| ≤ {accepted:.2g}")
+
+
+def drift(now: Picture, then: Picture) -> Iterator[tuple[str, str, float]]:
+    """(site, rms | mean | similarity, shift of the median over tokens in deviations of the base; the largest stream counts)."""
+    floors = {"log_rms": 0.05, "mean": 0.02, "similarity": 0.05}  # a deviation below these is taken for these
+    for key, before in then.sites.items():
+        if (state := now.sites.get(key)) is None or state.log_rms.shape != before.log_rms.shape or not len(before.log_rms):
+            continue
+        for measure, floor in floors.items():
+            yield key, measure.removeprefix("log_"), _shift(getattr(state, measure), getattr(before, measure), floor)
+
+
+def _shift(now: Tensor, then: Tensor, floor: float) -> float:
+    middle = then.median(0).values
+    deviation = (MAD * (then - middle).abs().median(0).values).clamp_min(floor)
+    shift = ((now.median(0).values - middle).abs() / deviation).max().item()
+    return shift if math.isfinite(shift) else math.inf
+
+
+class AdapterMeter:
+    """Sees an adapted layer run: how large its adapter's part is, and whether the layer does what its factors say.
+
+    Args:
+        adapter: the layer.
+        camera: says which tokens are looked at.
+        scalings: what they were at the beginning.
+    """
+
+    def __init__(self, adapter: Adapter, camera: Camera, scalings: list[float]) -> None:
+        self.adapter, self.camera, self.scalings = adapter, camera, scalings
+        self.contribution, self.law = 0.0, 0.0
+
+    def __call__(self, x: Tensor, y: object) -> None:
+        """Measure one run; called by a forward hook."""
+        if self.adapter.kind == "linear" and isinstance(y, Tensor):
+            self._linear(self.camera.sampled(x), self.camera.sampled(y))
+        elif self.adapter.kind == "map":
+            self._map(self.camera.sampled(x, 2))
+
+    def _linear(self, x: Tensor, y: Tensor) -> None:
+        base = self.adapter.plain_output(x).double()
+        factors = self._factors()
+        added = delta(factors, x).double() if self.adapter.plain and factors else y.double() - base
+        self.contribution = _median_ratio(added, base)
+        if self.adapter.plain and not (self.adapter.merged and not self.adapter.own):
+            trained = _without_dropout(self.adapter.module, x).double()
+            eps = 4 * torch.finfo(y.dtype).eps
+            size = max((base.square() + added.square()).sum().sqrt().item(), 1e-30)
+            worst = max((out - base - added).norm().item() / size for out in (y.double(), trained))
+            self.law = max(worst - eps, 0.0) if worst == worst else math.inf
+
+    def _map(self, x: Tensor) -> None:
+        h, res = self._site(x)
+        with self.adapter.off():
+            h0, res0 = self._site(x)
+        self.contribution = max(_median_ratio(h - h0, h0), _median_ratio((res - res0).flatten(1), res0.flatten(1)))
+        if self.adapter.own:
+            self.law = max(self._map_gap(training) for training in (False, True))
+
+    def _map_gap(self, training: bool) -> float:
+        """Relative difference of the projection that is used in a mode from φ + s B A, over 4 epsilons."""
+        (a, b, scaling), site = self._factors()[0], self.adapter.base
+        want = self.adapter.matrix().double() + scaling * (b.double() @ a.double())
+        before, site.training = site.training, training
+        gap = (site.fn.double() - want).norm().item() / max(want.norm().item(), 1e-30)  # pyrefly: ignore[missing-attribute]
+        site.training = before
+        return max(gap - 4 * torch.finfo(torch.float32).eps, 0.0) if math.isfinite(gap) else math.inf
+
+    def _site(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """h and H_res of the site on sampled streams."""
+        seen: list[Tensor] = []
+
+        def observe(_site: HyperConnection, _x: Tensor, res: Tensor) -> None:
+            seen.append(res)
+
+        base = self.adapter.base
+        assert isinstance(base, HyperConnection)
+        base.observers.append(observe)
+        try:
+            h, _ = self.adapter.module.forward(x)
+        finally:
+            base.observers.remove(observe)
+        return h.double(), seen[-1].double()
+
+    def _factors(self) -> list[tuple[Tensor, Tensor, float]]:
+        return [(a, b, s) for (a, b, _), s in zip(self.adapter.factors(), self.scalings, strict=True)]
+
+
+def _median_ratio(part: Tensor, whole: Tensor) -> float:
+    """Median over tokens of |part| / |whole|: both [S, W]."""
+    ratio = (part.norm(dim=-1) / whole.norm(dim=-1).clamp_min(1e-30)).median().item() if len(part) else 0.0
+    return ratio if math.isfinite(ratio) else math.inf
+
+
+def _without_dropout(module: nn.Module, x: Tensor) -> Tensor:
+    """What the layer gives in training mode, with dropout at zero: the function that is being trained."""
+    dropouts = [(m, m.p) for m in module.modules() if isinstance(m, nn.Dropout)]
+    training = [(m, m.training) for m in module.modules()]
+    for dropout, _ in dropouts:
+        dropout.p = 0.0
+    try:
+        return module.train().forward(x)
+    finally:
+        for dropout, p in dropouts:
+            dropout.p = p
+        for m, mode in training:
+            m.training = mode
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name.removeprefix("torch."))
+
+
+def _name(model: nn.Module, module: nn.Module) -> str:
+    return next((name for name, m in model.named_modules() if m is module), type(module).__name__)

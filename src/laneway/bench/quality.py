@@ -87,7 +87,7 @@ def run(options: QualityOptions, progress: Callable[[str], None] = lambda line: 
     options.check()
     rows: list[Row] = []
     times = {name: Samples() for name in options.variants}
-    with _threads(options.threads):
+    with threads_of(options.threads):
         for seed in range(options.seeds):
             progress(f"seed {seed + 1} of {options.seeds}: {', '.join(options.variants)}, {options.steps} steps each")
             rows += _one_seed(options, seed, times)
@@ -98,7 +98,7 @@ def run(options: QualityOptions, progress: Callable[[str], None] = lambda line: 
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads_of(count: int) -> Iterator[None]:
     """Use ``count`` threads of torch inside the block; 0 leaves their number alone."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)

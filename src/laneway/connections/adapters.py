@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laneway.connections.layer import HyperConnection
+from laneway.connections.layer import HyperConnection, StreamReadout
 from laneway.connections.lora import LoRAConnection, LoRALinear, adapters_off
 
 Factors = tuple[Tensor, Tensor, float]  # A [r, in], B [out, r], scaling
@@ -40,9 +40,11 @@ class Adapter:
 
     @property
     def kind(self) -> str:
-        """``map`` for a site's projection, ``linear``, or ``other`` (embeddings, convolutions)."""
+        """``map`` for a site's projection, ``linear``, ``wrong`` (embeddings, read-outs), or ``other`` (transformers' Conv1D)."""
         if isinstance(self.base, HyperConnection):
             return "map"
+        if isinstance(self.base, nn.Embedding | StreamReadout):
+            return "wrong"
         return "linear" if isinstance(self.base, nn.Linear) else "other"
 
     @property

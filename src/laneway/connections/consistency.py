@@ -279,8 +279,9 @@ def _laws(meters: list[AdapterMeter], limits: Limits) -> Iterable[Observation]:
         name = meter.adapter.name
         if not meter.law <= limits.law:
             yield Observation(name, "law", meter.law, f"an output within {limits.law:g} of W x + s B A x, in training and eval mode")
-        if not meter.contribution <= limits.contribution:
-            yield Observation(name, "contribution", meter.contribution, f"at most {limits.contribution:g} of the base's output")
+        limit = limits.map_change if meter.adapter.kind == "map" else limits.contribution
+        if not meter.contribution <= limit:
+            yield Observation(name, "contribution", meter.contribution, f"at most {limit:g} of the base's output")
 
 
 def _mark(adapter: Adapter) -> Tensor:

@@ -34,6 +34,8 @@ class Limits:
     """|log of a column sum of H_res|, or twice what the base had: columns are as far as the iterations got."""
     contribution: float = 1.0
     """Median over tokens of |adapter's part| / |base output|."""
+    map_change: float = 0.5
+    """The same for a site's maps: change of what the site reads, or of H_res; both are bounded, so a half is much."""
     drift: float = 4.0
     """Shift of a stream's RMS, mean or similarity, in deviations over the base's tokens."""
 
@@ -67,7 +69,7 @@ def structure(model: nn.Module, found: list[Adapter], ties: list[list[tuple[nn.M
 
 def _adapter_structure(adapter: Adapter, training: bool, seen: dict[int, str]) -> Iterator[Observation]:
     name = adapter.name
-    if adapter.kind == "other":
+    if adapter.kind == "wrong":
         yield Observation(name, "target", type(adapter.base).__name__, "linear layers and maps of sites")
     if training and not adapter.merged and not all(p.requires_grad for p in adapter.parameters()):
         yield Observation(name, "trainable", "a factor is frozen", "factors that require gradients")
@@ -168,6 +170,11 @@ class AdapterMeter:
             self._linear(self.camera.sampled(x), self.camera.sampled(y))
         elif self.adapter.kind == "map":
             self._map(self.camera.sampled(x, 2))
+        elif self.adapter.kind == "other" and isinstance(y, Tensor):
+            x, y = self.camera.sampled(x), self.camera.sampled(y).double()
+            with self.adapter.off():
+                base = self.adapter.module.forward(x).double()
+            self.contribution = _median_ratio(y - base, base)
 
     def _linear(self, x: Tensor, y: Tensor) -> None:
         base = self.adapter.plain_output(x).double()

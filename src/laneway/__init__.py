@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "ConsistencyCheck": "laneway.connections",
+    "add_lora": "laneway.connections",
     "HyperConnection": "laneway.connections",
     "StreamReadout": "laneway.connections",
     "expand_streams": "laneway.connections",
@@ -23,6 +25,7 @@ _HOME = {
 }
 
 __all__ = [
+    "ConsistencyCheck",
     "Extension",
     "HyperConnection",
     "InputError",
@@ -30,6 +33,7 @@ __all__ = [
     "StreamProbe",
     "StreamReadout",
     "__version__",
+    "add_lora",
     "expand_streams",
     "param_groups",
     "shard_connections",
@@ -37,9 +41,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from laneway.connections import (
+        ConsistencyCheck,
         HyperConnection,
         StreamProbe,
         StreamReadout,
+        add_lora,
         expand_streams,
         param_groups,
         shard_connections,

@@ -12,10 +12,7 @@ from torch import nn
 
 from laneway.connections import HyperConnection, param_groups, reference
 from laneway.connections.lora import (
-    LoRAConnection,
-    LoRALinear,
     adapters,
-    adapters_off,
     add_lora,
     load_lora_state_dict,
     lora_state_dict,
@@ -23,6 +20,7 @@ from laneway.connections.lora import (
     remove_lora,
     unmerge,
 )
+from laneway.connections.lora_layers import LoRAConnection, LoRALinear, adapters_off
 from laneway.core import InputError, LanewayError
 from laneway.models.gpt import GPT, GPTConfig
 
@@ -69,7 +67,9 @@ def test_base_names_objects_and_values_stay():
     assert set(names) == {name for name in state if ".lora." not in name}
     assert all(torch.equal(state[name], value) for name, value in values.items())
     assert all(model.get_submodule(name) is module for name, module in modules.items())
-    assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items() if not name.endswith("site_ffn.fn"))
+    assert all(
+        model.get_parameter(name) is parameter for name, parameter in parameters.items() if not name.endswith("site_ffn.fn")
+    )
     assert model.head.weight is model.embedding.weight
 
 
@@ -127,7 +127,9 @@ def test_linear_and_its_gradients_equal_float64(dtype):
     want = wx @ layer[0].weight.detach().double().T + layer[0].bias.detach().double() + 10.0 / 4 * (wx @ a.T @ b.T)
     want.backward(gy.double())
     plain_x, plain_a, plain_b = (t.detach().to(dtype).requires_grad_() for t in (x, lora.A, lora.B))
-    plain = nn.functional.linear(plain_x, layer[0].weight.detach(), layer[0].bias.detach()) + 2.5 * (plain_x @ plain_a.T @ plain_b.T)
+    plain = nn.functional.linear(plain_x, layer[0].weight.detach(), layer[0].bias.detach()) + 2.5 * (
+        plain_x @ plain_a.T @ plain_b.T
+    )
     plain.backward(gy)
     for got, true, peer in zip((y, own.grad, lora.A.grad, lora.B.grad), (want, wx.grad, a.grad, b.grad),
                                (plain, plain_x.grad, plain_a.grad, plain_b.grad), strict=True):  # fmt: skip

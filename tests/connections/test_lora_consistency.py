@@ -18,7 +18,8 @@ from laneway.checkpoint import capture
 from laneway.checkpoint.tree import Encoder
 from laneway.connections import HyperConnection
 from laneway.connections.consistency import ConsistencyCheck, ConsistencyError, ConsistencyWarning
-from laneway.connections.lora import LoRALinear, adapters, add_lora, load_lora_state_dict, lora_state_dict, merge, unmerge
+from laneway.connections.lora import adapters, add_lora, load_lora_state_dict, lora_state_dict, merge, unmerge
+from laneway.connections.lora_layers import LoRALinear
 from laneway.connections.measures import Limits
 from laneway.connections.picture import Camera
 from laneway.core import InputError, LanewayError
@@ -142,7 +143,7 @@ def test_contribution_is_the_adapters_share():
 
 
 def test_drift_counts_deviations_of_the_base():
-    model, check = watched()
+    _, check = watched()
     before = check.reference.sites["blocks.1.site_ffn"].log_rms
     now = copy.deepcopy(check.reference)
     deviation = 1.4826 * (before - before.median(0).values).abs().median(0).values.clamp_min(0.05 / 1.4826)
@@ -456,7 +457,7 @@ def test_begin_comes_by_itself():
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"policy": "stopp"}, "did you mean 'stop'?"),
+        ({"policy": "halt"}, "one of stop, warn, record"),
         ({"every": 0}, "an integer ≥ 1"),
         ({"tokens": 0}, "an integer ≥ 1"),
     ],
@@ -465,6 +466,13 @@ def test_bad_options(options, part):
     with pytest.raises(InputError) as caught:
         ConsistencyCheck(small_gpt(), tokens(), **options)
     assert part in str(caught.value)
+
+
+def test_a_base_with_narrow_maps_is_refused():
+    model = small_gpt()
+    model.blocks[0].site_ffn.fn.data = model.blocks[0].site_ffn.fn.data.bfloat16()
+    with pytest.raises(ConsistencyError, match=r"blocks\.0\.site_ffn: dtype: fn is torch\.bfloat16"):
+        ConsistencyCheck(model, tokens(), "record")
 
 
 def test_it_must_come_before_the_adapters_and_needs_some():

@@ -69,7 +69,9 @@ class LoRAOptions:
         setting = self.setting()
         model = GPTConfig(layers=self.layers, heads=4, dim=self.dim, context=setting.context, residual="mhc", init_std=0.05)
         optimizer = OptimizerConfig(lr=3e-3, warmup=0.1, floor=0.1)
-        return TrainConfig(model=model, optimizer=optimizer, steps=self.pretrain, batch_size=8, validation_batches=1, device="cpu")
+        return TrainConfig(
+            model=model, optimizer=optimizer, steps=self.pretrain, batch_size=8, validation_batches=1, device="cpu"
+        )
 
     def setting(self) -> Setting:
         """The healthy fine-tune."""
@@ -95,7 +97,9 @@ def run(options: LoRAOptions, progress: Callable[[str], None] = lambda line: Non
         notes.append("quick: ≤ 60 s on 2 cores; a handful of mistakes in a very small network: a smoke test, not a rate")
     broken = options.chosen()
     if importlib.util.find_spec("peft") is None:
-        notes.append(f"peft is not installed: left out {', '.join(case.name for case in broken if case.name in PEFT) or 'nothing'}")
+        notes.append(
+            f"peft is not installed: left out {', '.join(case.name for case in broken if case.name in PEFT) or 'nothing'}"
+        )
         broken = [case for case in broken if case.name not in PEFT]
     with threads_of(options.threads):
         desk = _Desk(options, progress)
@@ -124,10 +128,11 @@ class _Desk:
     def _pretrain(self) -> GPT:
         config = self.options.config()
         with ranks_of_run("cpu") as ranks:
-            bench = build(config, ranks)
+            bench, loss = build(config, ranks), math.nan
             for step in range(1, config.steps + 1):
-                outcome = bench.stepper(next(bench.loader), learning_rate(config.optimizer, step, config.steps), False, lambda: None)
-            self.progress(f"pretrained: loss {outcome.loss:.3f} after {config.steps} steps")
+                lr = learning_rate(config.optimizer, step, config.steps)
+                loss = bench.stepper(next(bench.loader), lr, False, lambda: None).loss
+            self.progress(f"pretrained: loss {loss:.3f} after {config.steps} steps")
             return bench.parallel.model
 
     def fine_tune(self, case: Case, seed: int, keep: bool = False) -> Outcome:
@@ -141,7 +146,9 @@ class _Desk:
         wanted |= {CASES[name].resumes for name in wanted} | {case.resumes for case in broken}
         done = []
         for case in HEALTHY:
-            if (self.options.quick and case.name not in wanted) or (case.name in PEFT and importlib.util.find_spec("peft") is None):
+            if (self.options.quick and case.name not in wanted) or (
+                case.name in PEFT and importlib.util.find_spec("peft") is None
+            ):
                 continue
             seeds = self.options.seeds if case.name in ("default", "resumed") else max(2, self.options.seeds - 2)
             for seed in range(seeds if case.name in wanted else 1):
@@ -171,7 +178,11 @@ class _Desk:
     def row(self, case: Case, seed: int, outcome: Outcome, healthy: bool) -> Row:
         """What a run came to, as a row. A healthy run's loss is judged by the other seeds of its own case."""
         judged = not healthy or len(self.losses[case.name]) > 2
-        shown = self.shown(replace(case, like=case.name if healthy else case.like), outcome, seed if healthy else None) if judged else None
+        shown = (
+            self.shown(replace(case, like=case.name if healthy else case.like), outcome, seed if healthy else None)
+            if judged
+            else None
+        )
         first = outcome.findings[0] if outcome.findings else None
         last = max(outcome.losses, default=None)
         return {

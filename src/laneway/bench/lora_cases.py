@@ -5,301 +5,8 @@ The mistakes of ``HELD_OUT`` were written down before the limits of the check we
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from types import MethodType
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from laneway.bench.lora_run import Case, Run
-from laneway.connections.lora import LoRAConnection, LoRALinear, adapters, add_lora, load_lora_state_dict, merge, unmerge
-from laneway.models.gpt import GPT, Attention
-
-MIDDLE = 12  # the step of a mistake that happens in the middle of a run: between two checks
-
-
-def _sites(model: GPT) -> list[Any]:
-    return [site for block in model.blocks for site in (block.site_attention, block.site_ffn)]
-
-
-def _data(parameter: Any, value: Tensor) -> None:
-    parameter.data = value
-
-
-def _at(step: int, change: Callable[[Run], None]) -> Callable[[Run, int], None]:
-    return lambda run, now: change(run) if now == step else None
-
-
-# -- the base is loaded wrongly
-
-
-def transpose_comb(model: GPT) -> None:
-    """The n² rows of the mix laid out [out, in] instead of [in, out]."""
-    n = model.streams
-    for site in _sites(model):
-        for parameter in (site.fn, site.base):
-            rows = parameter.data[2 * n :]
-            parameter.data[2 * n :] = rows.unflatten(0, (n, n)).transpose(0, 1).flatten(0, 1)
-
-
-class Stretched(nn.Module):
-    """A manifold whose result is multiplied: H_res off the manifold."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, h: Tensor) -> Tensor:
-        """[N, m] → [N, n, n]."""
-        return 1.05 * self.inner(h)
-
-
-def off_manifold(model: GPT) -> None:
-    """H_res is rescaled after Sinkhorn."""
-    for site in _sites(model):
-        site.res = Stretched(site.res)
-
-
-def one_iteration(model: GPT) -> None:
-    """Sinkhorn stops after one iteration."""
-    for site in _sites(model):
-        site.res.iterations = 1
-
-
-def flip_scale(model: GPT) -> None:
-    """The dynamic part of every map with the wrong sign."""
-    for site in _sites(model):
-        site.scale.data.neg_()
-
-
-def narrow_maps(model: GPT) -> None:
-    """Maps assigned in bf16."""
-    for site in _sites(model):
-        _data(site.fn, site.fn.data.bfloat16())
-
-
-def round_maps(model: GPT) -> None:
-    """Maps that went through a bf16 file and came back as fp32."""
-    for site in _sites(model):
-        _data(site.fn, site.fn.data.bfloat16().float())
-
-
-def not_causal(model: GPT) -> None:
-    """Attention that has lost its mask."""
-
-    def forward(self: Attention, x: Tensor, rotary: Tensor) -> Tensor:
-        from laneway.models.gpt import rotate
-
-        b, t, c = x.shape
-        q, k, v = self.qkv(x).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v)
-        return self.out(y.transpose(1, 2).reshape(b, t, c))
-
-    for block in model.blocks:
-        block.attention.forward = MethodType(forward, block.attention)
-
-
-def other_rotary(model: GPT) -> None:
-    """Rotary angles of another base."""
-    from laneway.models.gpt import rotary_table
-
-    config = model.config
-    model.rotary = rotary_table(config.context, config.dim // config.heads, 500_000.0)
-
-
-def other_eps(model: GPT) -> None:
-    """An epsilon of another library in every norm."""
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.eps = 1e-2
-
-
-def swap_sites(model: GPT) -> None:
-    """The two sites of each block exchanged."""
-    for block in model.blocks:
-        block.site_attention, block.site_ffn = block.site_ffn, block.site_attention
-
-
-def shuffle_readout(model: GPT) -> None:
-    """The read-out's weights in another order of streams."""
-    model.readout.base.data = model.readout.base.data.roll(1)
-
-
-# -- adapters are added wrongly
-
-
-def on_head(run: Run) -> None:
-    """By hand, past the check of targets: the head, whose matrix is the embedding."""
-    add_lora(run.model, run.setting.targets, rank=run.setting.rank, alpha=run.setting.alpha)
-    head: Any = run.model.head
-    head.__class__ = LoRALinear
-    head.adapt(run.setting.rank, run.setting.alpha, 0.0)
-
-
-def with_peft(targets: list[str], parameters: list[str] | None = None) -> Callable[[Run], None]:
-    """PEFT's adapters instead of laneway's."""
-
-    def add(run: Run) -> None:
-        from peft import LoraConfig, inject_adapter_in_model
-
-        s = run.setting
-        config = LoraConfig(r=s.rank, lora_alpha=int(s.alpha), target_modules=targets, target_parameters=parameters)
-        inject_adapter_in_model(config, run.model)
-
-    return add
-
-
-def random_b(run: Run) -> None:
-    """B drawn like A instead of zero."""
-    for layer in adapters(run.model).values():
-        nn.init.kaiming_uniform_(layer.lora.B, a=math.sqrt(5))
-
-
-def zero_a(run: Run) -> None:
-    """A zero as well as B."""
-    for layer in adapters(run.model).values():
-        layer.lora.A.data.zero_()
-
-
-def half_factors(run: Run) -> None:
-    """Factors in fp16."""
-    for layer in adapters(run.model).values():
-        for factor in (layer.lora.A, layer.lora.B):
-            _data(factor, factor.data.half())
-
-
-class EvalOnly(LoRAConnection):
-    """A map whose adapter takes part in eval mode only."""
-
-    @property
-    def fn(self) -> Tensor:  # pyrefly: ignore[bad-override]
-        """φ, with its adapter in eval mode."""
-        return self.original() if self.training or not self.lora.enabled else self.original() + self.lora.delta()
-
-
-def eval_only(run: Run) -> None:
-    """Maps' adapters that training does not see; they come from elsewhere, so B is not zero for long."""
-    for layer in adapters(run.model).values():
-        if isinstance(layer, LoRAConnection):
-            layer.__class__ = EvalOnly
-
-
-def nudge_maps(run: Run) -> None:
-    """Maps' factors as another run left them."""
-    for layer in adapters(run.model).values():
-        if isinstance(layer, LoRAConnection):
-            nn.init.normal_(layer.lora.B, std=0.02)
-
-
-def always_dropout(run: Run) -> None:
-    """Dropout that does not know of eval mode."""
-    for layer in adapters(run.model).values():
-        dropout = layer.lora.dropout
-        dropout.forward = lambda x, p=dropout.p: F.dropout(x, p, training=True)  # pyrefly: ignore
-
-
-def share_factors(run: Run) -> None:
-    """Every block has the first block's adapters."""
-    first: dict[str, nn.Module] = {}
-    for name, layer in adapters(run.model).items():
-        kind = name.split(".", 2)[-1]
-        layer.lora = first.setdefault(kind, layer.lora)  # pyrefly: ignore[bad-assignment]
-
-
-def untie(run: Run) -> None:
-    """The head gets a copy of the embedding."""
-    run.model.head.weight = nn.Parameter(run.model.head.weight.detach().clone(), requires_grad=False)
-
-
-# -- adapters are loaded wrongly
-
-
-def sliced(run: Run, state: dict[str, Tensor]) -> None:
-    """Rank 8 into rank 4: A by its first rows, B by its last columns."""
-    r = run.setting.rank
-    cut = {"A": lambda t: t[:r], "B": lambda t: t[:, -r:], "alpha": lambda t: t}
-    load_lora_state_dict(run.model, {key: cut[key.rpartition(".")[2]](value) for key, value in state.items()})
-
-
-def shifted(run: Run, state: dict[str, Tensor]) -> None:
-    """The adapters of block i in block i + 1."""
-    count = len(run.model.blocks)
-    moved = {}
-    for key, value in state.items():
-        _, index, rest = key.split(".", 2)
-        moved[f"blocks.{(int(index) + 1) % count}.{rest}"] = value
-    load_lora_state_dict(run.model, moved)
-
-
-def swapped(run: Run, state: dict[str, Tensor]) -> None:
-    """A as B and B as A, which fits where a layer is square."""
-    load_lora_state_dict(run.model, {k: state[_other(k)].T if k[-1] in "AB" else v for k, v in state.items()})
-
-
-def _other(key: str) -> str:
-    return key[:-1] + ("B" if key.endswith("A") else "A")
-
-
-def without_alpha(run: Run, state: dict[str, Tensor]) -> None:
-    """A file without α: the loader's default counts."""
-    own = {f"{name}.lora.alpha": layer.lora.alpha.clone() for name, layer in adapters(run.model).items()}
-    load_lora_state_dict(run.model, state | own)
-
-
-def half_of_it(run: Run, state: dict[str, Tensor]) -> None:
-    """Names of every second layer don't fit, and a loader that is not strict says nothing."""
-    for index, (name, layer) in enumerate(adapters(run.model).items()):
-        if index % 2 == 0:
-            layer.lora.load_state_dict({key: state[f"{name}.lora.{key}"] for key in ("A", "B", "alpha")})
-
-
-# -- training goes wrong
-
-
-def add_twice(run: Run) -> None:
-    """Weights merged by hand, the adapters still at work."""
-    for layer in adapters(run.model).values():
-        layer.original().data.add_(layer.lora.delta().detach())
-
-
-def subtract(run: Run) -> None:
-    """An unmerge of what was never merged."""
-    for layer in adapters(run.model).values():
-        layer.original().data.sub_(layer.lora.delta().detach())
-
-
-def thaw(run: Run) -> None:
-    """Everything trains."""
-    run.model.requires_grad_(True)
-
-
-def ignore_all(step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """One batch in which no target counts: its mean loss is 0 / 0."""
-    return inputs, torch.full_like(targets, -100) if step == MIDDLE else targets
-
-
-def unused(run: Run) -> torch.optim.Optimizer:
-    """An optimizer that was made before the adapters were there."""
-    adapted = {id(p) for layer in adapters(run.model).values() for p in layer.lora.parameters()}
-    return run.adam([p for p in run.model.parameters() if id(p) not in adapted])
-
-
-def renewed(run: Run) -> None:
-    """Adapters made anew while the optimizer holds the old ones."""
-    for layer in adapters(run.model).values():
-        for key in ("A", "B"):
-            setattr(layer.lora, key, nn.Parameter(getattr(layer.lora, key).detach().clone()))
-
-
-def merge_and_back(run: Run) -> None:
-    """What a healthy run may do for an export."""
-    merge(run.model)
-    run.validate()
-    unmerge(run.model)
-
+from laneway.bench import lora_mistakes as mistakes
+from laneway.bench.lora_run import Case
 
 MAPS = ("site_attention.fn", "site_ffn.fn")
 
@@ -317,58 +24,118 @@ HEALTHY = [
     Case("ffn", "the feed-forward layers alone", changes={"targets": ("ffn.gate_up", "ffn.out")}),
     Case("alpha-64", "four times the scaling", changes={"alpha": 64.0}),
     Case("lr-x3", "three times the learning rate", changes={"lr": 6e-3}),
-    Case("merge-unmerge", "merged for an export and unmerged", step=_at(MIDDLE, merge_and_back)),
-    Case("peft", "PEFT's adapters", add=with_peft(["qkv", "gate_up"])),
+    Case("merge-unmerge", "merged for an export and unmerged", step=mistakes.at(mistakes.MIDDLE, mistakes.merge_and_back)),
+    Case("peft", "PEFT's adapters", add=mistakes.with_peft(["qkv", "gate_up"])),
 ]
 
 BROKEN = [
     Case("scaling-x100", "α a hundred times too large", changes={"alpha": 1.6e3}),
     Case("scaling-x1000", "α a thousand times too large", changes={"alpha": 1.6e4}),
-    Case("target-head", "the head too, which is tied to the embedding", add=on_head),
-    Case("target-embedding", "the embedding too (PEFT)", add=with_peft(["qkv", "embedding"]), like="qkv"),
-    Case("target-readout", "the read-out's projection too (PEFT)", add=with_peft(["qkv"], ["readout.fn"]), like="qkv"),
-    Case("b-not-zero", "B drawn at random", added=random_b),
-    Case("fp16-loss-scale", "fp16 factors under a loss scale nobody divides by", added=half_factors, loss=lambda x: x * 2.0**20),
-    Case("maps-bf16", "maps cast to bf16", base=narrow_maps),
-    Case("maps-rounded", "maps stored in bf16, loaded as fp32", base=round_maps),
-    Case("comb-transposed", "in and out of the mix exchanged at load", base=transpose_comb),
-    Case("map-eval-only", "a map's adapter works in eval mode only", changes={"targets": ("attention.qkv", *MAPS)}, like="maps",
-         added=eval_only, step=_at(MIDDLE, nudge_maps)),
-    Case("load-rank-slice", "the wrong slice of a larger rank", resumes="default", like="resumed", changes={"rank": 4}, load=sliced),
-    Case("load-layer-shift", "adapters of the layer before", resumes="default", like="resumed", load=shifted),
-    Case("load-swapped", "A and B exchanged", resumes="out", like="out-resumed", changes={"targets": ("attention.out",)}, load=swapped),
-    Case("double-merge", "merged by hand, and still active", step=_at(MIDDLE, add_twice)),
-    Case("unmerge-unmerged", "unmerged without a merge", step=_at(MIDDLE, subtract)),
-    Case("dropout-in-eval", "dropout active in eval mode", like="dropout", changes={"dropout": 0.1}, added=always_dropout),
-    Case("base-trained", "the base trains too", added=thaw),
+    Case("target-head", "the head too, which is tied to the embedding", add=mistakes.on_head),
+    Case("target-embedding", "the embedding too (PEFT)", add=mistakes.with_peft(["qkv", "embedding"]), like="qkv"),
+    Case("target-readout", "the read-out's projection too (PEFT)", add=mistakes.with_peft(["qkv"], ["readout.fn"]), like="qkv"),
+    Case("b-not-zero", "B drawn at random", added=mistakes.random_b),
+    Case(
+        "fp16-loss-scale",
+        "fp16 factors under a loss scale nobody divides by",
+        added=mistakes.half_factors,
+        loss=lambda x: x * 2.0**20,
+    ),
+    Case("maps-bf16", "maps cast to bf16", base=mistakes.narrow_maps),
+    Case("maps-rounded", "maps stored in bf16, loaded as fp32", base=mistakes.round_maps),
+    Case("comb-transposed", "in and out of the mix exchanged at load", base=mistakes.transpose_comb),
+    Case(
+        "map-eval-only",
+        "a map's adapter works in eval mode only",
+        changes={"targets": ("attention.qkv", *MAPS)},
+        like="maps",
+        added=mistakes.eval_only,
+        step=mistakes.at(mistakes.MIDDLE, mistakes.nudge_maps),
+    ),
+    Case(
+        "load-rank-slice",
+        "the wrong slice of a larger rank",
+        resumes="default",
+        like="resumed",
+        changes={"rank": 4},
+        load=mistakes.sliced,
+    ),
+    Case("load-layer-shift", "adapters of the layer before", resumes="default", like="resumed", load=mistakes.shifted),
+    Case(
+        "load-swapped",
+        "A and B exchanged",
+        resumes="out",
+        like="out-resumed",
+        changes={"targets": ("attention.out",)},
+        load=mistakes.swapped,
+    ),
+    Case("double-merge", "merged by hand, and still active", step=mistakes.at(mistakes.MIDDLE, mistakes.add_twice)),
+    Case("unmerge-unmerged", "unmerged without a merge", step=mistakes.at(mistakes.MIDDLE, mistakes.subtract)),
+    Case(
+        "dropout-in-eval", "dropout active in eval mode", like="dropout", changes={"dropout": 0.1}, added=mistakes.always_dropout
+    ),
+    Case("base-trained", "the base trains too", added=mistakes.thaw),
     Case("lr-x1000", "learning rate a thousand times too large", changes={"lr": 2.0}),
-    Case("nan-batch", "a batch without a single target", batch=ignore_all),
-    Case("adapter-frozen", "the optimizer does not know the adapters", optimizer=unused),
-    Case("adapter-shared", "all blocks share one adapter", added=share_factors),
-    Case("off-manifold", "H_res multiplied by 1.05", base=off_manifold),
-    Case("one-iteration", "one Sinkhorn iteration", base=one_iteration),
-    Case("scale-flipped", "sign of the maps' scale flipped", base=flip_scale),
-    Case("head-untied", "head and embedding untied", added=untie),
-]  # fmt: skip
+    Case("nan-batch", "a batch without a single target", batch=mistakes.ignore_all),
+    Case("adapter-frozen", "the optimizer does not know the adapters", optimizer=mistakes.unused),
+    Case("adapter-shared", "all blocks share one adapter", added=mistakes.share_factors),
+    Case("off-manifold", "H_res multiplied by 1.05", base=mistakes.off_manifold),
+    Case("one-iteration", "one Sinkhorn iteration", base=mistakes.one_iteration),
+    Case("scale-flipped", "sign of the maps' scale flipped", base=mistakes.flip_scale),
+    Case("head-untied", "head and embedding untied", added=mistakes.untie),
+]
 
 HELD_OUT = [
-    Case("load-without-alpha", "α not in the file", resumes="default", like="resumed", changes={"alpha": 64.0}, load=without_alpha),
-    Case("load-layer-shift-blind", "as load-layer-shift, no record", resumes="default", record=False, like="resumed", load=shifted),
-    Case("load-rank-slice-blind", "as load-rank-slice, no record", resumes="default", record=False, like="resumed", changes={"rank": 4}, load=sliced),
-    Case("load-half-blind", "half of the file's names don't fit, no record", resumes="default", record=False, like="resumed", load=half_of_it),
-    Case("not-causal", "attention without its mask", base=not_causal),
-    Case("other-rotary", "rotary angles of another base", base=other_rotary),
-    Case("other-norm-eps", "another epsilon in the norms", base=other_eps),
-    Case("sites-swapped", "the two sites of a block exchanged", base=swap_sites),
-    Case("readout-shuffled", "read-out weights in another order", base=shuffle_readout),
-    Case("base-bf16", "the base cast to bf16", base=lambda model: model.to(torch.bfloat16) and None),
+    Case(
+        "load-without-alpha",
+        "α not in the file",
+        resumes="default",
+        like="resumed",
+        changes={"alpha": 64.0},
+        load=mistakes.without_alpha,
+    ),
+    Case(
+        "load-layer-shift-blind",
+        "as load-layer-shift, no record",
+        resumes="default",
+        record=False,
+        like="resumed",
+        load=mistakes.shifted,
+    ),
+    Case(
+        "load-rank-slice-blind",
+        "as load-rank-slice, no record",
+        resumes="default",
+        record=False,
+        like="resumed",
+        changes={"rank": 4},
+        load=mistakes.sliced,
+    ),
+    Case(
+        "load-half-blind",
+        "half of the file's names don't fit, no record",
+        resumes="default",
+        record=False,
+        like="resumed",
+        load=mistakes.half_of_it,
+    ),
+    Case("not-causal", "attention without its mask", base=mistakes.not_causal),
+    Case("other-rotary", "rotary angles of another base", base=mistakes.other_rotary),
+    Case("other-norm-eps", "another epsilon in the norms", base=mistakes.other_eps),
+    Case("sites-swapped", "the two sites of a block exchanged", base=mistakes.swap_sites),
+    Case("readout-shuffled", "read-out weights in another order", base=mistakes.shuffle_readout),
+    Case("base-bf16", "the base cast to bf16", base=mistakes.narrow_base),
     Case("labels-shifted", "targets one token further on", batch=lambda step, x, y: (x, y.roll(-1, 1))),
     Case("wrong-vocabulary", "tokens of another vocabulary", batch=lambda step, x, y: ((x + 1) % 256, (y + 1) % 256)),
     Case("uphill", "the loss is maximised", loss=lambda loss: -loss),
     Case("decay-x1000", "weight decay of 100", changes={"decay": 100.0}),
     Case("lr-x30", "learning rate thirty times too large", changes={"lr": 6e-2}),
     Case("lr-tiny", "learning rate a thousand times too small", changes={"lr": 2e-6}),
-    Case("a-zero", "A zero as well as B", added=zero_a),
-    Case("optimizer-stale", "adapters made anew, the optimizer has the old ones", step=_at(MIDDLE, renewed)),
+    Case("a-zero", "A zero as well as B", added=mistakes.zero_a),
+    Case(
+        "optimizer-stale",
+        "adapters made anew, the optimizer has the old ones",
+        step=mistakes.at(mistakes.MIDDLE, mistakes.renewed),
+    ),
     Case("gradients-kept", "gradients never cleared", zero=False),
 ]

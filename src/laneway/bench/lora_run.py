@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laneway.connections.consistency import ConsistencyCheck, Finding
+from laneway.connections.consistency import ConsistencyCheck, ConsistencyError, Finding
 from laneway.connections.lora import add_lora, load_lora_state_dict, lora_state_dict
 from laneway.data.loader import BatchLoader, evaluation_batches
 from laneway.models.gpt import GPT
@@ -130,7 +130,7 @@ class Run:
         """All stages in order; an exception of the model ends the run and is what shows its mistake."""
         torch.manual_seed(self.seed)
         losses: dict[int, float] = {}
-        step, crash = 0, None
+        step, crash, refused = 0, None, []
         try:
             self._begin()
             losses[0] = self.validate()
@@ -138,6 +138,8 @@ class Run:
                 self._step(step)
                 if step == 1 or step % self.setting.every == 0:
                     losses[step] = self.validate()
+        except ConsistencyError as error:  # the model can't run at all, so without a check its first forward would have raised
+            refused, crash = error.findings, (0, str(error))
         except (TypeError, RuntimeError, ValueError) as error:
             crash = (step, f"{type(error).__name__}: {error}")
         check = self.check
@@ -145,7 +147,7 @@ class Run:
         if self.keep and crash is None and check is not None:
             trained = Trained({k: v.clone() for k, v in lora_state_dict(self.model).items()}, check.state_dict())
         timing = {name: 1000 * sorted(values)[len(values) // 2] if values else math.nan for name, values in self._seconds.items()}
-        findings = check.findings if check else []
+        findings = check.findings if check else refused
         return Outcome(losses, findings, crash, self.peak, timing["check"], timing["step"], trained)
 
     def validate(self) -> float:
@@ -204,7 +206,9 @@ class Run:
         trained = self.trainable()
         self._seconds["step"].append(time.perf_counter() - started)
         check.on_backward_end(step)
-        torch.nn.utils.clip_grads_with_norm_(trained, 1.0, torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]))
+        torch.nn.utils.clip_grads_with_norm_(
+            trained, 1.0, torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+        )
         optimizer.step()
         if case.zero:
             optimizer.zero_grad()

@@ -15,6 +15,8 @@ COLUMNS = {
               "peak_over_streams"),
     "layer_agreement": ("streams", "dtype", "compared", "error_y", "error_x", "error_fn", "error_base", "error_scale"),
     "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
+    "lora": ("case", "kind", "seed", "order", "caught_step", "measure", "layer", "shown_step", "shown_by",
+             "val_loss", "val_loss_bound"),
 }  # fmt: skip
 
 
@@ -39,7 +41,12 @@ def _print(console: Console, table: Table) -> None:
 def _table(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Table:
     table = Table(title=title)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("variant", "compared", "dtype") else "right")
+        table.add_column(
+            column,
+            justify="left"
+            if column in ("variant", "compared", "dtype", "case", "kind", "order", "measure", "layer")
+            else "right",
+        )
     for row in rows:
         table.add_row(*(_text(row[column]) for column in columns))
     return table

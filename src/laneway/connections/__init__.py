@@ -1,13 +1,17 @@
 """Hyper-connections: reference, manifolds, the layer and what watches it."""
 
+from laneway.connections.consistency import ConsistencyCheck
 from laneway.connections.inspect import StreamProbe
 from laneway.connections.layer import HyperConnection, StreamReadout, expand_spread, expand_streams
+from laneway.connections.lora import add_lora
 from laneway.connections.parameters import param_groups, shard_connections
 
 __all__ = [
+    "ConsistencyCheck",
     "HyperConnection",
     "StreamProbe",
     "StreamReadout",
+    "add_lora",
     "expand_spread",
     "expand_streams",
     "param_groups",

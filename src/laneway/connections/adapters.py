@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laneway.connections.layer import HyperConnection, StreamReadout
-from laneway.connections.lora import LoRAConnection, LoRALinear, adapters_off
+from laneway.connections.lora_layers import LoRAConnection, LoRALinear, adapters_off
 
 Factors = tuple[Tensor, Tensor, float]  # A [r, in], B [out, r], scaling
 
@@ -90,10 +90,11 @@ class Adapter:
 
     def plain_output(self, x: Tensor) -> Tensor:
         """What a linear layer gives without its adapter: [..., in] → [..., out]."""
-        return F.linear(x, self.matrix(), getattr(self.base, "bias", None))
+        bias = self.base._parameters.get("bias")
+        return F.linear(x, self.matrix(), bias)
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> Generator[None]:
         """Inside the block the layer computes its base function."""
         if self.own:
             with adapters_off(self.module):
@@ -125,7 +126,7 @@ def find_adapters(model: nn.Module) -> list[Adapter]:
 
 
 @contextmanager
-def all_off(found: list[Adapter]) -> Iterator[None]:
+def all_off(found: list[Adapter]) -> Generator[None]:
     """Inside the block every layer computes its base function."""
     with ExitStack() as stack:
         for adapter in found:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from laneway.connections import measures
 from laneway.connections.adapters import Adapter, all_off, find_adapters
-from laneway.connections.measures import AdapterMeter, Limits, Observation
+from laneway.connections.measures import Limits, Observation
+from laneway.connections.meter import AdapterMeter
 from laneway.connections.picture import Camera, Picture
 from laneway.core import InputError, LanewayError, choice, positive_int
 
@@ -85,6 +86,7 @@ class ConsistencyCheck:
 
     Raises:
         InputError: a value out of range, or the model has adapters already.
+        ConsistencyError: a map is narrower than fp32, under every policy: such a model does not run.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class ConsistencyCheck:
         self.model, self.limits, self.training = model, limits or Limits(), training
         self.camera = Camera(model, _fit(sample, tokens), tokens)
         self.ties = _ties(model)
+        if narrow := list(measures.dtypes(model)):  # a site refuses to run, so there is no reference, whatever the policy
+            raise ConsistencyError([Finding(0, item.layer, item.measure, item.value, item.accepted) for item in narrow])
         self.reference: Picture = self.camera.take()
         self.findings: list[Finding] = []
         self.figures: dict[str, float] = {}
@@ -203,18 +207,28 @@ class ConsistencyCheck:
 
     def _look(self, fresh: bool) -> Iterable[Observation]:
         """Every measure that needs no history, exact ones first."""
-        found = [*measures.structure(self.model, self.adapters, self.ties, self.training), *measures.dtypes(self.model)]
+        found = [
+            *measures.structure(self.model, self.adapters, self.ties, self.training, self.limits),
+            *measures.dtypes(self.model),
+        ]
         if any(item.measure == "dtype" for item in found):
             return found  # a site refuses to run
+        if merged := [a.name for a in self.adapters if a.merged and not a.own]:  # a forward with adapters off would unmerge it
+            return found + [
+                Observation(name, "merged", "PEFT keeps no original of it", "PEFT's adapters unmerged") for name in merged
+            ]
         limits, rounding = self.limits, self.limits.rounding
         with all_off(self.adapters):
             base = self.camera.take()
         found += measures.same_outputs(base, self.reference, None, rounding, "base")
         meters = {a.module: AdapterMeter(a, self.camera, self._scalings[a.name]) for a in self.adapters}
-        on = self.camera.take({module: meter for module, meter in meters.items()})
+        on = self.camera.take(dict(meters))
         if fresh:
             found += self._unchanged(on, list(meters.values()))
-        found += [*measures.maps(self.camera, base, self.reference, limits), *measures.maps(self.camera, on, self.reference, limits)]
+        found += [
+            *measures.maps(self.camera, base, self.reference, limits),
+            *measures.maps(self.camera, on, self.reference, limits),
+        ]
         found += _laws(list(meters.values()), limits)
         shifts = list(measures.drift(on, self.reference))
         accepted = f"a shift ≤ {limits.drift:g} deviations"
@@ -278,7 +292,9 @@ def _laws(meters: list[AdapterMeter], limits: Limits) -> Iterable[Observation]:
     for meter in meters:
         name = meter.adapter.name
         if not meter.law <= limits.law:
-            yield Observation(name, "law", meter.law, f"an output within {limits.law:g} of W x + s B A x, in training and eval mode")
+            yield Observation(
+                name, "law", meter.law, f"an output within {limits.law:g} of W x + s B A x, in training and eval mode"
+            )
         limit = limits.map_change if meter.adapter.kind == "map" else limits.contribution
         if not meter.contribution <= limit:
             yield Observation(name, "contribution", meter.contribution, f"at most {limit:g} of the base's output")
@@ -306,5 +322,3 @@ def _fit(sample: Any, tokens: int) -> Any:
     if isinstance(sample, Tensor):
         return sample[: max(1, tokens // max(sample.shape[1], 1))] if sample.ndim >= 2 else sample
     return sample
-
-

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from laneway.connections.adapters import Adapter, delta
+from laneway.connections.adapters import Adapter
 from laneway.connections.layer import HyperConnection
 from laneway.connections.parameters import WIDE, WideParameters, connections
 from laneway.connections.picture import Camera, Picture, SiteState
@@ -28,6 +28,8 @@ class Limits:
     """The same against a record from another process, whose sums may run in another order."""
     law: float = 1e-5
     """Adapted output against W x + s B A x: relative difference, over 4 epsilons of the output's dtype."""
+    scaling: float = 64.0
+    """α / r. Published fine-tunes lie between a fraction of one and 32."""
     rows: float = 1e-4
     """|log of a row sum of H_res|: rows are divided last, so only rounding is left."""
     columns: float = 0.1
@@ -50,7 +52,9 @@ class Observation:
     accepted: str
 
 
-def structure(model: nn.Module, found: list[Adapter], ties: list[list[tuple[nn.Module, str]]], training: bool) -> Iterator[Observation]:
+def structure(
+    model: nn.Module, found: list[Adapter], ties: list[list[tuple[nn.Module, str]]], training: bool, limits: Limits
+) -> Iterator[Observation]:
     """What can be read off without a forward pass: what trains, what is shared, what can't learn."""
     own = {id(p) for adapter in found for p in adapter.parameters()}
     for name, parameter in model.named_parameters():
@@ -59,15 +63,19 @@ def structure(model: nn.Module, found: list[Adapter], ties: list[list[tuple[nn.M
     tied = {id(m._parameters[key]) for group in ties for m, key in group}
     for group in ties:
         if len({id(module._parameters[key]) for module, key in group}) > 1:
-            yield Observation(_name(model, group[-1][0]), "tied", "its matrix was another layer's too, now it is not", "ties kept")
+            yield Observation(
+                _name(model, group[-1][0]), "tied", "its matrix was another layer's too, now it is not", "ties kept"
+            )
     seen: dict[int, str] = {}
     for adapter in found:
-        yield from _adapter_structure(adapter, training, seen)
+        yield from _adapter_structure(adapter, training, seen, limits)
         if id(adapter.base._parameters.get(adapter.parameter)) in tied:
-            yield Observation(adapter.name, "tied", "another layer uses its matrix, and merging would change both", "untied matrices")
+            yield Observation(
+                adapter.name, "tied", "another layer uses its matrix, and merging would change both", "untied matrices"
+            )
 
 
-def _adapter_structure(adapter: Adapter, training: bool, seen: dict[int, str]) -> Iterator[Observation]:
+def _adapter_structure(adapter: Adapter, training: bool, seen: dict[int, str], limits: Limits) -> Iterator[Observation]:
     name = adapter.name
     if adapter.kind == "wrong":
         yield Observation(name, "target", type(adapter.base).__name__, "linear layers and maps of sites")
@@ -78,8 +86,8 @@ def _adapter_structure(adapter: Adapter, training: bool, seen: dict[int, str]) -
             other = seen.setdefault(factor.data_ptr(), name)
             if other != name:
                 yield Observation(name, "shared", f"a factor is also that of {other}", "factors of its own")
-        if not math.isfinite(scaling) or scaling <= 0:
-            yield Observation(name, "scaling", scaling, "a number > 0")
+        if not 0 < scaling <= limits.scaling:
+            yield Observation(name, "scaling", scaling, f"0 < α / r ≤ {limits.scaling:g}")
         if not torch.isfinite(torch.stack([a.sum(), b.sum()])).all():
             yield Observation(name, "finite", "a factor is not", "finite factors")
         elif not a.any() and not b.any():
@@ -149,101 +157,6 @@ def _shift(now: Tensor, then: Tensor, floor: float) -> float:
     deviation = (MAD * (then - middle).abs().median(0).values).clamp_min(floor)
     shift = ((now.median(0).values - middle).abs() / deviation).max().item()
     return shift if math.isfinite(shift) else math.inf
-
-
-class AdapterMeter:
-    """Sees an adapted layer run: how large its adapter's part is, and whether the layer does what its factors say.
-
-    Args:
-        adapter: the layer.
-        camera: says which tokens are looked at.
-        scalings: what they were at the beginning.
-    """
-
-    def __init__(self, adapter: Adapter, camera: Camera, scalings: list[float]) -> None:
-        self.adapter, self.camera, self.scalings = adapter, camera, scalings
-        self.contribution, self.law = 0.0, 0.0
-
-    def __call__(self, x: Tensor, y: object) -> None:
-        """Measure one run; called by a forward hook."""
-        if self.adapter.kind == "linear" and isinstance(y, Tensor):
-            self._linear(self.camera.sampled(x), self.camera.sampled(y))
-        elif self.adapter.kind == "map":
-            self._map(self.camera.sampled(x, 2))
-        elif self.adapter.kind == "other" and isinstance(y, Tensor):
-            x, y = self.camera.sampled(x), self.camera.sampled(y).double()
-            with self.adapter.off():
-                base = self.adapter.module.forward(x).double()
-            self.contribution = _median_ratio(y - base, base)
-
-    def _linear(self, x: Tensor, y: Tensor) -> None:
-        base = self.adapter.plain_output(x).double()
-        factors = self._factors()
-        added = delta(factors, x).double() if self.adapter.plain and factors else y.double() - base
-        self.contribution = _median_ratio(added, base)
-        if self.adapter.plain and not (self.adapter.merged and not self.adapter.own):
-            trained = _without_dropout(self.adapter.module, x).double()
-            eps = 4 * torch.finfo(y.dtype).eps
-            size = max((base.square() + added.square()).sum().sqrt().item(), 1e-30)
-            worst = max((out - base - added).norm().item() / size for out in (y.double(), trained))
-            self.law = max(worst - eps, 0.0) if worst == worst else math.inf
-
-    def _map(self, x: Tensor) -> None:
-        h, res = self._site(x)
-        with self.adapter.off():
-            h0, res0 = self._site(x)
-        self.contribution = max(_median_ratio(h - h0, h0), _median_ratio((res - res0).flatten(1), res0.flatten(1)))
-        if self.adapter.own:
-            self.law = max(self._map_gap(training) for training in (False, True))
-
-    def _map_gap(self, training: bool) -> float:
-        """Relative difference of the projection that is used in a mode from φ + s B A, over 4 epsilons."""
-        (a, b, scaling), site = self._factors()[0], self.adapter.base
-        want = self.adapter.matrix().double() + scaling * (b.double() @ a.double())
-        before, site.training = site.training, training
-        gap = (site.fn.double() - want).norm().item() / max(want.norm().item(), 1e-30)  # pyrefly: ignore[missing-attribute]
-        site.training = before
-        return max(gap - 4 * torch.finfo(torch.float32).eps, 0.0) if math.isfinite(gap) else math.inf
-
-    def _site(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """h and H_res of the site on sampled streams."""
-        seen: list[Tensor] = []
-
-        def observe(_site: HyperConnection, _x: Tensor, res: Tensor) -> None:
-            seen.append(res)
-
-        base = self.adapter.base
-        assert isinstance(base, HyperConnection)
-        base.observers.append(observe)
-        try:
-            h, _ = self.adapter.module.forward(x)
-        finally:
-            base.observers.remove(observe)
-        return h.double(), seen[-1].double()
-
-    def _factors(self) -> list[tuple[Tensor, Tensor, float]]:
-        return [(a, b, s) for (a, b, _), s in zip(self.adapter.factors(), self.scalings, strict=True)]
-
-
-def _median_ratio(part: Tensor, whole: Tensor) -> float:
-    """Median over tokens of |part| / |whole|: both [S, W]."""
-    ratio = (part.norm(dim=-1) / whole.norm(dim=-1).clamp_min(1e-30)).median().item() if len(part) else 0.0
-    return ratio if math.isfinite(ratio) else math.inf
-
-
-def _without_dropout(module: nn.Module, x: Tensor) -> Tensor:
-    """What the layer gives in training mode, with dropout at zero: the function that is being trained."""
-    dropouts = [(m, m.p) for m in module.modules() if isinstance(m, nn.Dropout)]
-    training = [(m, m.training) for m in module.modules()]
-    for dropout, _ in dropouts:
-        dropout.p = 0.0
-    try:
-        return module.train().forward(x)
-    finally:
-        for dropout, p in dropouts:
-            dropout.p = p
-        for m, mode in training:
-            m.training = mode
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -74,8 +74,10 @@ class Picture:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Picture:
         """Undo of ``state``."""
-        kinds = {"outputs": Output, "sites": SiteState}
-        return cls(**{part: {name: kinds[part](**item) for name, item in state[part].items()} for part in kinds})
+        return cls(
+            {name: Output(**item) for name, item in state["outputs"].items()},
+            {name: SiteState(**item) for name, item in state["sites"].items()},
+        )
 
 
 class Camera:

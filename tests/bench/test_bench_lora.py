@@ -42,20 +42,20 @@ def test_rows_name_the_case_its_kind_and_what_caught_it(report):
 def test_healthy_runs_raise_no_alarm_and_count_apart(report):
     healthy = [row for row in report.tables["lora"] if row["kind"] == "healthy"]
     assert [(row["case"], row["seed"]) for row in healthy] == [("default", 0), ("default", 1)]
-    assert report.summary["healthy"]["false_alarms"] == 0
-    assert report.summary["all broken"]["runs"] == 3
+    assert report.summary["healthy"]["alarms"] == 0
+    assert report.summary["with a mistake"]["runs"] == 3
+    assert [row["group"] for row in report.tables["lora_summary"]] == ["with a mistake", "development", "held out", "healthy"]
 
 
 def test_fractions_are_counts_over_runs():
-    base = {"shown": 1, "check_ms": 2.0, "step_ms": 4.0}
+    base = {"shown": 1, "check_ms": 2.0, "step_ms": 4.0, "steps": 1, "layers": 1, "dim": 1, "threads": 1, "quick": 0}
     kinds = [("development", "earlier", 1), ("development", "missed", 0), ("held out", "same", 1), ("healthy", "missed", 0)]
     found = lora.summarise([base | {"kind": kind, "order": order, "caught": caught} for kind, order, caught in kinds])
-    assert found["all broken"]["caught_fraction"] == pytest.approx(2 / 3)
+    assert found["with a mistake"]["alarm_fraction"] == pytest.approx(2 / 3)
     assert found["development"]["earlier_fraction"] == 0.5
     assert found["held out"]["same"] == 1
-    assert found["healthy"] == {
-        "runs": 1, "shown_in_loss": 1, "false_alarms": 0, "false_alarm_fraction": 0.0, "check_over_step": 0.5,
-    }  # fmt: skip
+    assert (found["healthy"]["runs"], found["healthy"]["alarms"], found["healthy"]["missed"]) == (1, 0, None)
+    assert found["healthy"]["check_over_step"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import nn
 from laneway import Extension
 from laneway.checkpoint import capture
 from laneway.checkpoint.tree import Encoder
-from laneway.connections import HyperConnection
+from laneway.connections import HyperConnection, reference
 from laneway.connections.consistency import ConsistencyCheck, ConsistencyError, ConsistencyWarning
 from laneway.connections.lora import adapters, add_lora, load_lora_state_dict, lora_state_dict, merge, unmerge
 from laneway.connections.lora_layers import LoRALinear
@@ -142,6 +142,23 @@ def test_contribution_is_the_adapters_share():
     assert check.figures["contribution"] == pytest.approx(ratio, rel=1e-4)
 
 
+@pytest.mark.parametrize("residual", ["mhc", "kronecker", "hc"])
+def test_shift_of_logits_is_that_of_the_reference(residual):
+    model, check = watched(small_gpt(residual), targets="blocks.1.site_ffn.fn")
+    spread(model, 0.5)
+    site, got = model.blocks[1].site_ffn, []
+    nn.init.uniform_(site.scale, 0.5, 2.0)
+    site.observers.append(lambda _, x, res: got.append(x.flatten(0, 1).double()))
+    check.check(1)
+    x, change, scale = got[-1], site.lora.delta().double(), site.scale.double()
+    if residual == "hc":
+        shift = reference.rms_norm(x, site.norm_eps) @ change.T * torch.cat([scale[:1], scale[1:2], scale[2:].expand(4)])
+    else:
+        whole = reference.rms_norm(x.flatten(1), site.norm_eps) @ change.T
+        shift = torch.cat([whole[:, :4] * scale[0], whole[:, 4:8] * scale[1], whole[:, 8:] * scale[2]], 1)
+    assert check.figures["logits"] == pytest.approx(shift.flatten(1).abs().amax(-1).median().item(), rel=1e-5)
+
+
 def test_drift_counts_deviations_of_the_base():
     _, check = watched()
     before = check.reference.sites["blocks.1.site_ffn"].log_rms
@@ -192,7 +209,7 @@ def break_size(model):
 
 def break_map_size(model):
     model.blocks[1].site_ffn.lora.B.data.mul_(1e4)
-    return {(MAP, "contribution")}
+    return {(MAP, "logits")}
 
 
 def break_finite(model):
@@ -441,7 +458,7 @@ def test_it_is_an_extension_that_checks_when_due():
         rows.append({})
         check.on_step_end(step, rows[-1])
     assert [index + 1 for index, row in enumerate(rows) if row] == [1, 4, 8]
-    assert set(rows[0]) == {"lora_contribution", "lora_drift", "lora_base_difference"}
+    assert set(rows[0]) == {"lora_contribution", "lora_logits", "lora_drift", "lora_base_difference"}
     assert check.findings == []
 
 

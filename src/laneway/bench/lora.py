@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from laneway.bench.lora_cases import BROKEN, HEALTHY, HELD_OUT
 from laneway.bench.lora_run import Case, Outcome, Run, Setting, Trained
@@ -109,7 +110,7 @@ def run(options: LoRAOptions, progress: Callable[[str], None] = lambda line: Non
             outcome = desk.fine_tune(case, 0)
             rows.append(desk.row(case, 0, outcome, False))
             progress(f"{number} of {len(broken)}: {case.name}: {rows[-1]['order']} {rows[-1]['measure'] or ''}")
-    return Report("lora", {"lora": rows}, summarise(rows), notes)
+    return Report("lora", {"lora": rows, "lora_summary": summary_rows(rows)}, summarise(rows), notes)
 
 
 class _Desk:
@@ -193,6 +194,7 @@ class _Desk:
             "steps": self.options.steps,
             "layers": self.options.layers,
             "dim": self.options.dim,
+            "threads": torch.get_num_threads(),
             "quick": int(self.options.quick),
             "caught": int(first is not None),
             "caught_step": first.step if first else None,
@@ -205,6 +207,7 @@ class _Desk:
             "val_loss": None if last is None else outcome.losses[last],
             "val_loss_bound": None if last is None else self.bound(case.name if healthy else case.like, last),
             "contribution_max": outcome.figures.get("lora_contribution"),
+            "logits_max": outcome.figures.get("lora_logits"),
             "drift_max": outcome.figures.get("lora_drift"),
             "check_ms": outcome.check_ms,
             "step_ms": outcome.step_ms,
@@ -233,21 +236,32 @@ def prose() -> tuple[np.ndarray, np.ndarray]:
     return text[:cut], text[cut:]
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Rates: of broken runs caught (earlier than, or at the same step as, the loss shows it), of healthy ones alarmed."""
+def summary_rows(rows: Sequence[Row]) -> list[Row]:
+    """A row for each group of runs: how many were found by the check (for healthy ones a false alarm), and when."""
     groups = {name: [row for row in rows if row["kind"] == name] for name in ("development", "held out", "healthy")}
-    groups = {"all broken": groups["development"] + groups["held out"], **groups}
-    summary: dict[str, Any] = {}
-    for name, own in groups.items():
-        if not own:
-            continue
-        figures: dict[str, Any] = {"runs": len(own), "shown_in_loss": sum(row["shown"] for row in own)}
-        figures |= {"false_alarms" if name == "healthy" else "caught": sum(row["caught"] for row in own)}
-        if name != "healthy":
-            figures |= {order: sum(row["order"] == order for row in own) for order in ("earlier", "same", "later", "missed")}
-            figures |= {"caught_fraction": figures["caught"] / len(own), "earlier_fraction": figures["earlier"] / len(own)}
-        else:
-            figures["false_alarm_fraction"] = figures["false_alarms"] / len(own)
-            figures["check_over_step"] = statistics.median(row["check_ms"] / row["step_ms"] for row in own)
-        summary[name] = figures
-    return summary
+    groups = {"with a mistake": groups["development"] + groups["held out"], **groups}
+    return [_group_row(name, own) for name, own in groups.items() if own]
+
+
+def _group_row(name: str, own: Sequence[Row]) -> Row:
+    alarms, runs = sum(row["caught"] for row in own), len(own)
+    orders = {order: sum(row["order"] == order for row in own) for order in ("earlier", "same", "later", "missed")}
+    conditions = {key: own[0][key] for key in ("steps", "layers", "dim", "threads", "quick")}
+    wrong = name != "healthy"  # when a false alarm comes says nothing
+    return {
+        "group": name,
+        **conditions,
+        "runs": runs,
+        "alarms": alarms,
+        "alarm_fraction": alarms / runs,
+        **(orders if wrong else dict.fromkeys(orders)),
+        "earlier_fraction": orders["earlier"] / runs if wrong else None,
+        "shown": sum(row["shown"] for row in own),
+        "check_over_step": statistics.median(row["check_ms"] / row["step_ms"] for row in own),
+    }
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """The same for people and JSON: by group, what was counted."""
+    fixed = ("group", "steps", "layers", "dim", "threads", "quick")
+    return {row["group"]: {key: value for key, value in row.items() if key not in fixed} for row in summary_rows(rows)}

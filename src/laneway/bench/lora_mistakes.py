@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laneway.bench.lora_run import Run
+from laneway.bench.lora_run import IGNORED, Run
 from laneway.connections.lora import adapters, add_lora, load_lora_state_dict, merge, unmerge
 from laneway.connections.lora_layers import LoRAConnection, LoRALinear
 from laneway.models.gpt import GPT, Attention, rotary_table, rotate
@@ -279,7 +279,7 @@ def thaw(run: Run) -> None:
 
 def ignore_all(step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """One batch in which no target counts: its mean loss is 0 / 0."""
-    return inputs, torch.full_like(targets, -100) if step == MIDDLE else targets
+    return inputs, torch.full_like(targets, IGNORED) if step == MIDDLE else targets
 
 
 def unused(run: Run) -> torch.optim.Optimizer:

@@ -24,6 +24,7 @@ from laneway.connections.lora import add_lora, load_lora_state_dict, lora_state_
 from laneway.data.loader import BatchLoader, evaluation_batches
 from laneway.models.gpt import GPT
 
+IGNORED = -100  # the target that does not count
 LINEAR = ("attention.qkv", "attention.out", "ffn.gate_up", "ffn.out")
 
 
@@ -201,7 +202,8 @@ class Run:
         inputs, targets = next(self.loader)
         if case.batch:
             inputs, targets = case.batch(step, inputs, targets)
-        loss = F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.flatten())
+        total = F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = total / (targets != IGNORED).sum()
         (case.loss(loss) if case.loss else loss).backward()
         trained = self.trainable()
         self._seconds["step"].append(time.perf_counter() - started)

@@ -15,8 +15,9 @@ COLUMNS = {
               "peak_over_streams"),
     "layer_agreement": ("streams", "dtype", "compared", "error_y", "error_x", "error_fn", "error_base", "error_scale"),
     "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
-    "lora": ("case", "kind", "seed", "order", "caught_step", "measure", "layer", "shown_step", "shown_by",
-             "val_loss", "val_loss_bound"),
+    "lora": ("case", "kind", "seed", "order", "caught_step", "measure", "layer", "shown_step", "shown_by", "val_loss",
+             "val_loss_bound"),
+    "lora_summary": ("group", "runs", "alarms", "earlier", "same", "later", "missed", "shown"),
 }  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def _table(title: str, rows: Sequence[Row], columns: Sequence[str]) -> Table:
         table.add_column(
             column,
             justify="left"
-            if column in ("variant", "compared", "dtype", "case", "kind", "order", "measure", "layer")
+            if column in ("variant", "compared", "dtype", "case", "kind", "order", "measure", "layer", "group")
             else "right",
         )
     for row in rows:

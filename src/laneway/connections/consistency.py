@@ -81,8 +81,8 @@ class ConsistencyCheck:
         limits: what is accepted.
         training: False for a model that is only used: frozen adapters are right then.
 
-    ``findings`` has the first finding of every layer and measure; ``figures`` the largest contribution, drift and difference of
-    the last check. It is an Extension of the training loop, with a state that goes on across processes.
+    ``findings`` has the first finding of every layer and measure; ``figures`` the largest contribution, shift of logits, drift
+    and difference of the last check. It is an Extension of the training loop, with a state that goes on across processes.
 
     Raises:
         InputError: a value out of range, or the model has adapters already.
@@ -235,6 +235,7 @@ class ConsistencyCheck:
         found += [Observation(layer, measure, value, accepted) for layer, measure, value in shifts if not value <= limits.drift]
         self.figures = {
             "contribution": max(meter.contribution for meter in meters.values()),
+            "logits": max(meter.logits for meter in meters.values()),
             "drift": max((value for *_, value in shifts), default=0.0),
             "base_difference": base.outputs[""].difference(self.reference.outputs[""]),
         }
@@ -242,9 +243,9 @@ class ConsistencyCheck:
 
     def _unchanged(self, on: Picture, meters: list[AdapterMeter]) -> Iterable[Observation]:
         """New adapters change nothing: named is the first that adds something, else the first output that differs."""
-        adding = [meter for meter in meters if meter.contribution > 0]
+        adding = [(meter.adapter.name, size) for meter in meters if (size := max(meter.contribution, meter.logits)) > 0]
         if adding:
-            yield Observation(adding[0].adapter.name, "start", adding[0].contribution, "new adapters that add nothing (B = 0)")
+            yield Observation(adding[0][0], "start", adding[0][1], "new adapters that add nothing (B = 0)")
         else:
             yield from measures.same_outputs(
                 Picture({"": on.outputs[""]}), Picture({"": self.reference.outputs[""]}), None, self.limits.rounding, "start"
@@ -295,9 +296,11 @@ def _laws(meters: list[AdapterMeter], limits: Limits) -> Iterable[Observation]:
             yield Observation(
                 name, "law", meter.law, f"an output within {limits.law:g} of W x + s B A x, in training and eval mode"
             )
-        limit = limits.map_change if meter.adapter.kind == "map" else limits.contribution
-        if not meter.contribution <= limit:
-            yield Observation(name, "contribution", meter.contribution, f"at most {limit:g} of the base's output")
+        if not meter.contribution <= limits.contribution:
+            accepted = f"at most {limits.contribution:g} times the base's output"
+            yield Observation(name, "contribution", meter.contribution, accepted)
+        if not meter.logits <= limits.logits:
+            yield Observation(name, "logits", meter.logits, f"a shift of the maps' logits ≤ {limits.logits:g}")
 
 
 def _mark(adapter: Adapter) -> Tensor:

@@ -34,10 +34,10 @@ class Limits:
     """|log of a row sum of H_res|: rows are divided last, so only rounding is left."""
     columns: float = 0.1
     """|log of a column sum of H_res|, or twice what the base had: columns are as far as the iterations got."""
-    contribution: float = 1.0
+    contribution: float = 3.0
     """Median over tokens of |adapter's part| / |base output|."""
-    map_change: float = 0.5
-    """The same for a site's maps: change of what the site reads, or of H_res; both are bounded, so a half is much."""
+    logits: float = 8.0
+    """The same for a map: median over tokens of the largest shift of a logit, at which a sigmoid is all but closed."""
     drift: float = 4.0
     """Shift of a stream's RMS, mean or similarity, in deviations over the base's tokens."""
 

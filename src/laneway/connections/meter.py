@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from laneway.connections.adapters import Adapter, delta
 from laneway.connections.layer import HyperConnection
 from laneway.connections.picture import Camera
+from laneway.connections.reference import rms_norm
 
 
 class AdapterMeter:
@@ -23,7 +24,7 @@ class AdapterMeter:
 
     def __init__(self, adapter: Adapter, camera: Camera, scalings: list[float]) -> None:
         self.adapter, self.camera, self.scalings = adapter, camera, scalings
-        self.contribution, self.law = 0.0, 0.0
+        self.contribution, self.logits, self.law = 0.0, 0.0, 0.0
 
     def __call__(self, x: Tensor, y: object) -> None:
         """Measure one run; called by a forward hook."""
@@ -50,10 +51,15 @@ class AdapterMeter:
             self.law = max(worst - eps, 0.0) if worst == worst else math.inf
 
     def _map(self, x: Tensor) -> None:
-        h, res = self._site(x)
-        with self.adapter.off():
-            h0, res0 = self._site(x)
-        self.contribution = max(_median_ratio(h - h0, h0), _median_ratio((res - res0).flatten(1), res0.flatten(1)))
+        site = self.adapter.base
+        assert isinstance(site, HyperConnection)
+        groups = x if site.manifold == "none" else x.flatten(-2)  # HC: every stream predicts its own maps
+        shift = delta(self._factors(), rms_norm(groups.double(), site.norm_eps)).double()
+        n = site.streams
+        sizes = [1, 1, n] if site.manifold == "none" else [n, n, shift.shape[-1] - 2 * n]
+        shift = shift * site.scale.double().repeat_interleave(torch.tensor(sizes, device=shift.device))
+        size = shift.flatten(1).abs().amax(-1).median().item() if len(shift) else 0.0
+        self.logits = size if math.isfinite(size) else math.inf
         if self.adapter.own:
             self.law = max(self._map_gap(training) for training in (False, True))
 
@@ -66,22 +72,6 @@ class AdapterMeter:
         gap = (site.fn.double() - want).norm().item() / max(want.norm().item(), 1e-30)
         site.training = before
         return max(gap - 4 * torch.finfo(torch.float32).eps, 0.0) if math.isfinite(gap) else math.inf
-
-    def _site(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """h and H_res of the site on sampled streams."""
-        seen: list[Tensor] = []
-
-        def observe(_site: HyperConnection, _x: Tensor, res: Tensor) -> None:
-            seen.append(res)
-
-        base = self.adapter.base
-        assert isinstance(base, HyperConnection)
-        base.observers.append(observe)
-        try:
-            h, _ = self.adapter.module.forward(x)
-        finally:
-            base.observers.remove(observe)
-        return h.double(), seen[-1].double()
 
     def _factors(self) -> list[tuple[Tensor, Tensor, float]]:
         return [(a, b, s) for (a, b, _), s in zip(self.adapter.factors(), self.scalings, strict=True)]

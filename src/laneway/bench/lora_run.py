@@ -202,8 +202,9 @@ class Run:
         inputs, targets = next(self.loader)
         if case.batch:
             inputs, targets = case.batch(step, inputs, targets)
-        total = F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.flatten(), reduction="sum")
-        loss = total / (targets != IGNORED).sum()
+        counts = (targets != IGNORED).float().flatten()
+        nats = F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.clamp_min(0).flatten(), reduction="none")
+        loss = (nats * counts).sum() / counts.sum()
         (case.loss(loss) if case.loss else loss).backward()
         trained = self.trainable()
         self._seconds["step"].append(time.perf_counter() - started)

@@ -9,6 +9,7 @@ import pytest
 from laneway.bench import lora
 from laneway.bench.lora_cases import BROKEN, HEALTHY, HELD_OUT
 from laneway.bench.lora_run import Case, Outcome
+from laneway.cli import main
 from laneway.connections.consistency import Finding
 from laneway.core import InputError
 
@@ -113,3 +114,14 @@ def test_bad_options(change, field, part):
 def test_a_finding_reads_as_a_sentence():
     text = str(Finding(3, "blocks.0.ffn.out", "contribution", 2.5, "at most 1 of the base's output"))
     assert text == "step 3: blocks.0.ffn.out: contribution: 2.5; accepted: at most 1 of the base's output"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"), [(["--cases", "nan-bach"], "did you mean 'nan-batch'?"), (["--seeds", "1"], "seeds: got 1")]
+)
+def test_bad_flags_are_one_line_and_exit_2(words, part, capfd):
+    assert main(["bench", "lora", *words]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert part in err

@@ -400,6 +400,37 @@ def test_another_scaling_is_found(saved):
     assert {layer for layer, measure in saved.resumed() if measure == "record"} == {OUT, OUT.replace("0", "1")}
 
 
+def test_a_resume_that_loads_the_model_after_the_check_was_made_raises_no_alarm():
+    """As the training loop does it: everything is built afresh, then model and extensions get their state."""
+    model, check = watched()
+    spread(model)
+    weights, state = copy.deepcopy(model.state_dict()), check.state_dict()
+    fresh = small_gpt()
+    again = ConsistencyCheck(fresh, check.camera.sample, "stop")
+    add_lora(fresh, TARGETS, rank=4)
+    again.begin()
+    fresh.load_state_dict(weights)
+    again.load_state_dict(state)
+    again.check(1)
+    assert again.findings == []
+
+
+def test_a_record_of_another_sample_is_refused(saved):
+    check = ConsistencyCheck(saved.base, saved.sample.flip(0), "record")
+    with pytest.raises(InputError, match="the sample with which the record was made"):
+        check.load_state_dict(saved.state)
+
+
+def test_frozen_adapters_are_right_where_nothing_trains():
+    model = small_gpt()
+    check = ConsistencyCheck(model, (tokens(),), "stop", training=False)
+    add_lora(model, TARGETS, rank=4)
+    model.requires_grad_(False)
+    check.begin()
+    check.check(1)
+    assert check.findings == []
+
+
 def test_the_state_is_what_a_checkpoint_can_hold():
     model, check = watched()
     assert Encoder({"extras": check.state_dict()}, 0).tensors

@@ -178,7 +178,8 @@ class ConsistencyCheck:
 
     def state_dict(self) -> dict[str, Any]:
         """The reference and, where there are adapters, a record of them and of the function now. Costs a forward pass."""
-        state: dict[str, Any] = {"step": self._step, "reference": self.reference.state(), "record": None}
+        state: dict[str, Any] = {"step": self._step, "sample": _signature(self.camera.sample), "record": None}
+        state["reference"] = self.reference.state()
         if self.adapters:
             state["record"] = {
                 "scalings": {name: list(values) for name, values in self._scalings.items()},
@@ -191,13 +192,18 @@ class ConsistencyCheck:
         """Compare with another process's reference; with its adapters too, now or in ``begin`` once they are there.
 
         Raises:
+            InputError: this check has another sample.
             ConsistencyError: the base computes another function than when the state was made, under the policy ``stop``.
         """
-        reference, self._step = Picture.from_state(state["reference"]), state["step"]
+        if state["sample"] != _signature(self.camera.sample):
+            raise InputError("sample", "another one", "the sample with which the record was made", "outputs are compared on it")
+        then, self._step = Picture.from_state(state["reference"]), state["step"]
         found = list(measures.dtypes(self.model))
-        with all_off(find_adapters(self.model)):
-            found += measures.same_outputs(self.reference, reference, self.limits.carried, 0, "base")
-        self.reference.sites = reference.sites  # the statistics of the first process stay the measure of drift
+        if not found:
+            with all_off(find_adapters(self.model)):
+                self.reference = self.camera.take()  # again: a checkpoint may have been loaded since the last one
+            found += measures.same_outputs(self.reference, then, self.limits.carried, 0, "base")
+        self.reference.sites = then.sites  # the statistics of the first process stay the measure of drift
         self._record = state["record"]
         self._report(self._step, found)
         if self.adapters:
@@ -321,7 +327,19 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _fit(sample: Any, tokens: int) -> Any:
-    """A sample of at most ``tokens`` tokens, or one sequence of more; a tuple is cut as its first tensor is."""
-    if isinstance(sample, Tensor):
-        return sample[: max(1, tokens // max(sample.shape[1], 1))] if sample.ndim >= 2 else sample
+    """A tensor of sequences [b, t, …]: those that fit, at least one. Anything else as it is."""
+    if isinstance(sample, Tensor) and sample.ndim >= 2:
+        return sample[: max(1, tokens // max(sample.shape[1], 1))]
     return sample
+
+
+def _signature(sample: Any) -> list[float]:
+    """Numbers by which a sample is known again: two sums over each of its tensors."""
+    if isinstance(sample, dict):
+        return [number for key in sorted(sample) for number in _signature(sample[key])]
+    if isinstance(sample, list | tuple):
+        return [number for item in sample for number in _signature(item)]
+    if not isinstance(sample, Tensor):
+        return []
+    flat = sample.detach().double().flatten().cpu()
+    return [flat.sum().item(), (flat * torch.arange(1, len(flat) + 1, dtype=torch.float64)).sum().item()]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "ConsistencyCheck": "laneway.connections",
+    "add_lora": "laneway.connections",
     "HyperConnection": "laneway.connections",
     "StreamReadout": "laneway.connections",
     "StreamChain": "laneway.connections",
@@ -30,6 +32,7 @@ _HOME = {
 }
 
 __all__ = [
+    "ConsistencyCheck",
     "Extension",
     "HyperConnection",
     "InputError",
@@ -39,6 +42,7 @@ __all__ = [
     "StreamReadout",
     "__version__",
     "accelerate_hf",
+    "add_lora",
     "convert",
     "expand_streams",
     "load_converted",
@@ -51,10 +55,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from laneway.connections import (
+        ConsistencyCheck,
         HyperConnection,
         StreamChain,
         StreamProbe,
         StreamReadout,
+        add_lora,
         expand_streams,
         param_groups,
         shard_connections,

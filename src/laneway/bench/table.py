@@ -20,6 +20,9 @@ COLUMNS = {
     "modalities": ("modality", "variant", "seed", "test_loss", "accuracy", "best_alone", "step_ms", "step_time_over_residual"),
     "precision": ("variant", "dtype", "dim", "threads", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "fp32_over", "loss"),
     "convert": ("variant", "seed", "trainable", "lr", "val_loss_before", "val_loss", "step_ms", "collapse", "gain_backward"),
+    "lora": ("case", "kind", "seed", "order", "caught_step", "measure", "layer", "shown_step", "shown_by", "val_loss",
+             "val_loss_bound"),
+    "lora_summary": ("group", "runs", "alarms", "earlier", "same", "later", "missed", "shown"),
 }  # fmt: skip
 LEFT = ("variant", "compared", "dtype", "modality", "model")
 

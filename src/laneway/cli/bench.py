@@ -254,11 +254,43 @@ def _convert(
     return _Job(lambda progress: convert.run(options, progress), json, save)
 
 
+def _lora(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    cases: str = "",
+    held_out: bool = True,
+    seeds: int = 5,
+    steps: int = 30,
+    threads: int = 1,
+) -> _Job:
+    """Fine-tunes with a mistake: whether the consistency check says so before the loss does, and its false alarms.
+
+    Args:
+        quick: at most 60 s on 2 cores: a handful of mistakes, a very small network, few steps.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/lora.csv; without DIR to benchmarks/results of the source checkout.
+        cases: comma-separated names of mistakes; empty for all.
+        held_out: also the mistakes that were kept out of the check's development.
+        seeds: healthy runs of the usual setting; other settings have two fewer.
+        steps: optimizer steps of each fine-tune.
+        threads: number of threads; 0 is all.
+    """
+    from laneway.bench import lora
+
+    names = tuple(name.strip() for name in cases.split(",") if name.strip())
+    options = lora.LoRAOptions(cases=names, held_out=held_out, seeds=seeds, steps=steps, threads=threads)
+    options.check()
+    options = lora.quick(options) if quick else options
+    return _Job(lambda progress: lora.run(options, progress), json, save)
+
+
 COMMANDS = {
     "layer": _layer,
     "quality": _quality,
     "modalities": _modalities,
     "precision": _precision,
     "hf": _hf,
+    "lora": _lora,
     "convert": _convert,
 }

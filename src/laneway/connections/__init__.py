@@ -2,15 +2,19 @@
 
 from laneway.connections.backends import use_backend
 from laneway.connections.chain import StreamChain, block_length
+from laneway.connections.consistency import ConsistencyCheck
 from laneway.connections.inspect import StreamProbe
 from laneway.connections.layer import HyperConnection, StreamReadout, expand_spread, expand_streams
+from laneway.connections.lora import add_lora
 from laneway.connections.parameters import param_groups, shard_connections
 
 __all__ = [
+    "ConsistencyCheck",
     "HyperConnection",
     "StreamChain",
     "StreamProbe",
     "StreamReadout",
+    "add_lora",
     "block_length",
     "expand_spread",
     "expand_streams",

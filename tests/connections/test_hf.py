@@ -93,6 +93,15 @@ def test_twice_is_harmless_and_so_is_restoring_nothing():
     assert not any(isinstance(m, lw.HyperConnection) for m in model.modules())
 
 
+def test_a_site_that_layers_share_is_swapped_once():
+    model, ids = deepseek_v4(), tokens()
+    model.model.layers[2].attn_hc = model.model.layers[0].attn_hc
+    before = results(model, ids)
+    hf.restore_hf(hf.accelerate_hf(model))
+    after = results(model, ids)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), "deepseek_v4", None], ids=["module", "name", "nothing"])
 def test_other_models_are_refused_by_name(model):
     with pytest.raises(InputError) as caught:

@@ -78,7 +78,8 @@ def accelerate_hf(model: Model) -> Model:
     inside = (m for layer in layers for name in hf_layers.Layer.SITES for m in getattr(layer, name).modules())
     sites = [m for m in inside if _mixin(m, SITES)]
     heads = [m for m in model.modules() if _mixin(m, HEADS)]
-    plans = [_plan(m) for m in (*layers, *sites, *heads) if RECORD not in m.__dict__]
+    once = dict.fromkeys((*layers, *sites, *heads))  # layers may share a site
+    plans = [_plan(m) for m in once if RECORD not in m.__dict__]
     for plan in plans:  # nothing below here raises: all or nothing
         if plan is not None:
             plan.carry_out()

@@ -39,12 +39,12 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
         torch.accelerator.synchronize(device)
         return torch.accelerator.max_memory_allocated(device) - before
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _without_noise():
+    with without_noise():
         recording.start()
     try:
         work()
     finally:
-        with _without_noise():
+        with without_noise():
             recording.stop()
     return highest(_allocations(recording))
 
@@ -71,7 +71,7 @@ def _allocations(recording: Any) -> list[int]:
 
 
 @contextmanager
-def _without_noise() -> Iterator[None]:
+def without_noise() -> Iterator[None]:
     """Hold back the profiler's own lines on file descriptor 2; anything else is passed on afterwards."""
     sys.stderr.flush()
     kept = os.dup(2)

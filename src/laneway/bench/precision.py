@@ -18,15 +18,12 @@ import torch
 from laneway.bench.rows import Report, Row
 from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, interleave, ratio
+from laneway.bench.training import TrainingStep
 from laneway.core import InputError, choice, positive_int
-from laneway.models.gpt import GPT, RESIDUALS, GPTConfig
+from laneway.models.gpt import RESIDUALS, GPTConfig
 from laneway.train.config import PRECISIONS, TrainConfig
-from laneway.train.parallel import parallelise
-from laneway.train.ranks import Ranks, ranks_of_run
-from laneway.train.step import Stepper
-from laneway.train.workbench import make_optimizer, seed_all
+from laneway.train.ranks import ranks_of_run
 
-LR = 1e-3
 # Instructions that multiply bf16, as Linux names them: x86 (first two), Arm.
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
@@ -72,7 +69,9 @@ def run(options: PrecisionOptions, progress: Callable[[str], None] = lambda line
     options.check()
     rows: list[Row] = []
     with using_threads(options.threads), ranks_of_run("auto") as ranks:
-        steps = {(name, dtype): _Step(options, name, dtype, ranks) for name in options.variants for dtype in PRECISIONS}
+        steps = {
+            (name, dtype): TrainingStep(options.config(name, dtype), ranks) for name in options.variants for dtype in PRECISIONS
+        }
         progress(f"{', '.join(options.variants)} in {' and '.join(PRECISIONS)}, about {options.seconds:.0f} s")
         labels = {" ".join(key): step for key, step in steps.items()}
         samples = interleave(labels, seconds=options.seconds, min_rounds=3 if options.quick else 7, warmup=2)
@@ -83,26 +82,7 @@ def run(options: PrecisionOptions, progress: Callable[[str], None] = lambda line
     return Report("precision", {"precision": rows}, summarise(rows), notes)
 
 
-class _Step:
-    """One training step, again and again on the same batch; ``loss`` is the last one's."""
-
-    def __init__(self, options: PrecisionOptions, variant: str, dtype: str, ranks: Ranks) -> None:
-        config = options.config(variant, dtype)
-        seed_all(config.seed)
-        model = GPT(config.model)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        parallel = parallelise(model, config, ranks)
-        optimizer = make_optimizer(parallel, config.optimizer)
-        self.stepper = Stepper(parallel, optimizer, ranks, config.micro_batch(), config.optimizer.clip_norm)
-        tokens = torch.randint(0, config.model.vocab_size, (options.batch_size, options.context + 1))
-        self.batch, self.loss = (tokens[:, :-1], tokens[:, 1:]), float("nan")
-
-    def __call__(self) -> None:
-        # The loss comes back to the host, so the device has done its work when this returns.
-        self.loss = self.stepper(self.batch, LR, False, lambda: None).loss
-
-
-def _row(options: PrecisionOptions, variant: str, dtype: str, step: _Step, samples: dict[str, Samples]) -> Row:
+def _row(options: PrecisionOptions, variant: str, dtype: str, step: TrainingStep, samples: dict[str, Samples]) -> Row:
     own, wide = samples[f"{variant} {dtype}"], samples[f"{variant} fp32"]
     faster = ratio(wide, own)
     return {

@@ -16,6 +16,8 @@ COLUMNS = {
     "layer_agreement": ("streams", "dtype", "compared", "error_y", "error_x", "error_fn", "error_base", "error_scale"),
     "hf": ("model", "dtype", "threads", "variant", "wall_ms", "wall_ms_q1", "wall_ms_q3", "over_accelerated", "connections_share",
            "peak_bytes"),
+    "step": ("variant", "dtype", "threads", "allocator", "wall_ms", "wall_ms_q1", "wall_ms_q3", "over_residual", "connections_ms",
+             "peak_bytes"),
     "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
     "modalities": ("modality", "variant", "seed", "test_loss", "accuracy", "best_alone", "step_ms", "step_time_over_residual"),
     "precision": ("variant", "dtype", "dim", "threads", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "fp32_over", "loss"),

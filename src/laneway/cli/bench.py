@@ -285,8 +285,48 @@ def _lora(
     return _Job(lambda progress: lora.run(options, progress), json, save)
 
 
+def _step(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    variants: str = "residual,mhc,mhc_unchained,mhc_torch",
+    dtype: tuple[str, ...] = ("fp32", "bf16"),
+    layers: int = 12,
+    dim: int = 512,
+    context: int = 512,
+    batch_size: int = 2,
+    threads: int = 0,
+    allocator: str = "tuned",
+    seconds: float = 100.0,
+) -> _Job:
+    """A whole training step with hyper-connections over the same step with plain residuals.
+
+    Args:
+        quick: at most 60 s on 2 cores: two narrow layers, few rounds, one thread.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/step.csv; without DIR to benchmarks/results of the source checkout.
+        variants: comma-separated: residual, mhc, mhc_recompute, mhc_unchained, mhc_torch.
+        dtype: fp32 and / or bf16.
+        layers: blocks of the network, two sites each.
+        dim: width of one stream.
+        context: tokens of a sequence.
+        batch_size: sequences of a step.
+        threads: number of threads; 0 is all.
+        allocator: tuned (freed memory stays with the process) or default.
+        seconds: time budget of the rounds of one dtype.
+    """
+    from laneway.bench import step
+
+    sizes = {"layers": layers, "dim": dim, "context": context, "batch_size": batch_size, "threads": threads}
+    options = step.StepOptions(_names(variants), dtype, **sizes, allocator=allocator, seconds=seconds)
+    options.check()
+    options = step.quick(options) if quick else options
+    return _Job(lambda progress: step.run(options, progress), json, save)
+
+
 COMMANDS = {
     "layer": _layer,
+    "step": _step,
     "quality": _quality,
     "modalities": _modalities,
     "precision": _precision,

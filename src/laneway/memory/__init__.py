@@ -1,0 +1,1 @@
+"""Memory: so far the host allocator."""

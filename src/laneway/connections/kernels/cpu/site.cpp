@@ -27,6 +27,8 @@ namespace {
 constexpr int CACHE = 256 << 10;  // bytes of one block of streams: about half of a core's second-level cache
 constexpr int DEPTH = 256;        // numbers of x that ``project`` takes at a time
 constexpr int COLUMNS = 128;      // columns of a stream that pre_backward takes at a time
+constexpr int LINE = 64;          // bytes of a cache line
+constexpr int AHEAD = 2;          // tokens that pre_backward prefetches: main memory answers in about the time of two
 constexpr int BLOCK = 64;         // most tokens of a block
 
 struct Site {
@@ -263,11 +265,15 @@ NOINLINE void post_backward_token(int streams, int64_t C, const T* gy, const T* 
 template <class T, int NS>
 NOINLINE void gradient_token(int streams, int64_t C, int64_t c0, int width, const T* gy, const T* gh, const T* extra, const T* x,
                              const float* pre, const float* res, float along_x, const float* s, int s_stride, T* gx, float* xs,
-                             int64_t xs_tile) {
+                             int64_t xs_tile, int64_t ahead) {
   const int n = NS ? NS : streams;
   for_columns<2>(width, [&](int64_t c, auto V, auto io) {
     vf g[NS ? NS : LARGEST][V], h[V];
-    if (gy) STREAMS(i) EACH(v, V) g[i][v] = io.read(gy + i * C + c0 + c + v * W);
+    if (gy) STREAMS(i) EACH(v, V) {
+      const T* p = gy + i * C + c0 + c + v * W;
+      if (v * W * sizeof(T) % LINE == 0) __builtin_prefetch(p + ahead, 0, 3);
+      g[i][v] = io.read(p);
+    }
     if (gh) EACH(v, V) h[v] = io.read(gh + c0 + c + v * W);
     STREAMS(j) {
       vf out[V];
@@ -414,7 +420,8 @@ void pre_backward_block(const Site& s, const Parameters& w, const T* x, int64_t 
         const float* maps = g.maps + at * m;
         gradient_token<T, NS>(n, s.c, c0, wide, gy ? gy + at * K : nullptr, gh ? gh + at * s.c : nullptr,
                               extra ? extra + at * K : nullptr, x + at * K, g.carried ? g.carried + at * n : maps, maps + 2 * n,
-                              work.along[t], work.s + (t - q) * n * COLUMNS, COLUMNS, (T*)g.gx + at * K, work.xs + t * TILE, xs_tile);
+                              work.along[t], work.s + (t - q) * n * COLUMNS, COLUMNS, (T*)g.gx + at * K, work.xs + t * TILE, xs_tile,
+                              at + AHEAD < s.tokens ? AHEAD * K : 0);
       }
     }
     for (int j = 0; j < n; j++)

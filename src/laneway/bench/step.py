@@ -165,7 +165,7 @@ def connection_ms(step: Callable[[], object]) -> float:
     finally:
         with without_noise():
             recording.stop()
-    events = [event for event in recording.events() if _own(event) and not _inside(event)]
+    events = [event for event in recording.events() or () if _own(event) and not _inside(event)]
     return sum(event.time_range.elapsed_us() for event in events) / 1000
 
 

@@ -59,13 +59,9 @@ class StreamChain:
             raise InputError("chain", "enter", "leave, with the output of the sub-layer that was entered")
         before, f = self._merge, self._f
         if before is None or f is None:
-            h, self._merge = site(self._x) if self._plan is None or not site.mhc else site(self._plan.start(self._x))
-        elif self._plan is None or not site.mhc:
-            h, self._merge = before.into(site, f) if self._plan is None else site(self._plan.leave(before, f))
-        elif before.maps is None:
-            h, self._merge = site(self._plan.start(before(f)))
+            h, self._merge = site(self._x if self._plan is None else self._plan.start(self._x))
         else:
-            h, self._merge = site(self._plan.cross(before, f), before.pre if site.single_pass else None)
+            h, self._merge = before.into(site, f) if self._plan is None else site(self._plan.cross(before, f))
         self._x, self._f = self._merge.x, None
         return h
 

@@ -13,9 +13,11 @@ Shapes: B batch, n streams, C width, places: any number of dims (length; height,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-from laneway.connections.layer import HyperConnection, Merge
+from laneway.connections.layer import HyperConnection
 from laneway.core import InputError
 
 
@@ -40,7 +42,7 @@ class ChannelFirst(nn.Module):
         super().__init__()
         self.site = site
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Merge]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Streams [B, n, C, …places] → (h [B, C, …places], merge).
 
         Raises:

@@ -8,11 +8,12 @@ Shapes: b batch, t time, n streams, c width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from laneway.connections.layer import Merge
+from laneway.connections.layer import HyperConnection, Merge
 
 if TYPE_CHECKING:
     _Module = nn.Module
@@ -20,11 +21,14 @@ else:
     _Module = object
 
 
-def cross(merge: Merge, f_btc: Tensor, site: Any) -> tuple[Tensor, Merge]:
+def cross(merge: Callable[[Tensor], Tensor], f_btc: Tensor, site: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """From one site to the next: the streams after ``merge``, and what ``site`` reads of them.
 
-    All that lies between two sub-layers goes through here, so that both halves can become one pass over the streams.
+    All that lies between two sub-layers goes through here: one pass over the streams where both sites are hyper-connections
+    (under PEFT's ``modules_to_save`` a site is a wrapper).
     """
+    if isinstance(merge, Merge) and isinstance(site, HyperConnection):
+        return merge.into(site, f_btc)
     return site(merge(f_btc))
 
 

@@ -8,13 +8,14 @@ Shapes: b batch, t time, n streams, c width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from laneway.connections import ops
-from laneway.connections.layer import HyperConnection, Merge, StreamReadout
+from laneway.connections.layer import HyperConnection, StreamReadout
 from laneway.connections.parameters import WIDE, WideParameters
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Borrowed(_Module):
         """One factor for each kind of map."""
         return self._wide("scale")
 
-    def require_wide(self, x: Tensor) -> None:
+    def require_wide(self, x: Tensor | None = None) -> None:
         """Narrow parameters are no error here: see the class."""
 
 
@@ -105,7 +106,7 @@ class IndependentSite(Borrowed):
         scale = self._wide("scale")
         return torch.cat([scale, scale.new_ones(1)])
 
-    def forward(self, x_btnc: Tensor) -> tuple[Tensor, Merge]:
+    def forward(self, x_btnc: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Streams [b, t, n, c] → (h [b, t, c], merge), with merge: f [b, t, c] → [b, t, n, c]."""
         n = self.hc_mult
         with torch.autocast(x_btnc.device.type, enabled=False):

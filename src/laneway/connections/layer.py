@@ -6,7 +6,7 @@ Shapes: … any leading dims (batch, time), n streams, C width (``dim``), N = al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -55,11 +55,8 @@ class Merge:
             InputError: f has another shape than the sub-layer's input.
         """
         self._check(f)
-        if site.single_pass and pre is None and not self.site.disabled:
-            pre = self.pre
-        if self.maps is None or not site.mhc or (site.streams, site.dim) != tuple(self.x.shape[-2:]):
-            return site(self(f), pre) if site.single_pass else site(self(f))
-        return site(Crossing(self, f), pre)
+        crossing = Crossing(self, f)
+        return site(crossing) if pre is None else site(crossing, pre)
 
     @property
     def pre(self) -> Tensor | None:
@@ -83,6 +80,24 @@ class Merge:
             raise InputError("f", list(f.shape), f"the sub-layer's output, {list(self.shape)}")
 
 
+@dataclass(frozen=True)
+class WatchedMerge(Merge):
+    """A merge that shows what goes through it: ``see(f, y)``. The pass that is saved between two sites is given up for that."""
+
+    see: Callable[[Tensor, Tensor], None] = lambda f, y: None
+
+    @classmethod
+    def of(cls, merge: Merge, see: Callable[[Tensor, Tensor], None]) -> WatchedMerge:
+        """``merge``, watched."""
+        return cls(**{one.name: getattr(merge, one.name) for one in fields(Merge)}, see=see)
+
+    def __call__(self, f: Tensor) -> Tensor:
+        """The streams after the site, shown."""
+        y = super().__call__(f)
+        self.see(f, y)
+        return y
+
+
 class Entry(Protocol):
     """What a site may be given in place of streams: another way to enter it. It goes through the module's call, so that hooks on
     the site (FSDP, pruning) see it.
@@ -101,11 +116,22 @@ class Crossing:
     f: Tensor
 
     def enter(self, site: HyperConnection, pre: Tensor | None) -> tuple[Tensor, Merge]:
-        """The ops' mhc_cross."""
+        """The ops' mhc_cross; two ops where a site has no Sinkhorn maps."""
         before = self.before
+        if site.single_pass and pre is None:
+            pre = before.pre
+        if not crosses(before, site):
+            return site.enter(before(self.f), pre)
+        site.require_wide()
         carried = site.carried(before.x, pre)
         y, h, maps, carry, *_ = site_ops.mhc_cross(before.x, before.carry, self.f, before.maps, carried, *site.arguments)
         return h, Merge(site, y, h.shape, carry, maps)
+
+
+def crosses(before: Merge, site: HyperConnection) -> bool:
+    """Whether one op can go from one site to the next."""
+    fits = before.maps is not None and site.mhc and (site.streams, site.dim) == tuple(before.x.shape[-2:])
+    return fits and not isinstance(before, WatchedMerge)
 
 
 class HyperConnection(WideParameters):
@@ -215,22 +241,19 @@ class HyperConnection(WideParameters):
         """
         if pre is not None and not self.single_pass:
             raise InputError("pre", list(pre.shape), "None: the site is not single-pass")
-        if isinstance(x, Tensor):
-            if x.shape[-2:] != (self.streams, self.dim):
-                raise InputError("x", list(x.shape), f"[..., streams = {self.streams}, dim = {self.dim}]")
-            if self.disabled:
-                return _plain(self, x)
-            self.require_wide(x)
-            h, merge = self._enter(x, pre)
-        else:
-            self.require_wide()
-            h, merge = x.enter(self, pre)
+        h, merge = self.enter(x, pre) if isinstance(x, Tensor) else x.enter(self, pre)
         if self.observers and (res := merge.res) is not None:
             for observe in self.observers:
                 observe(self, merge.x.detach(), res.detach())
         return h, merge
 
-    def _enter(self, x: Tensor, pre: Tensor | None) -> tuple[Tensor, Merge]:
+    def enter(self, x: Tensor, pre: Tensor | None) -> tuple[Tensor, Merge]:
+        """``forward`` of streams, without the observers."""
+        if x.shape[-2:] != (self.streams, self.dim):
+            raise InputError("x", list(x.shape), f"[..., streams = {self.streams}, dim = {self.dim}]")
+        if self.disabled:
+            return _plain(self, x)
+        self.require_wide(x)
         if self.mhc:
             h, maps, carry, *_ = site_ops.mhc_pre(x, self.carried(x, pre), *self.arguments)
             return h, Merge(self, x, h.shape, carry, maps)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laneway.connections.layer import HyperConnection, Merge, StreamReadout
+from laneway.connections.layer import HyperConnection, Merge, StreamReadout, WatchedMerge
 
 See = Callable[[Tensor, Any], None]
 SEED = 2106_09685  # of the signs; any number does, as long as it stays
@@ -155,18 +155,17 @@ class Camera:
         observed.append((site, observe))
 
         def hook(_module: nn.Module, args: Any, out: tuple[Tensor, Merge]) -> tuple[Tensor, Merge]:
-            (x, res), (h, merge) = (args[0], latest[0]), out
+            h, merge = out
+            x, res = merge.x, latest[0]
             key = _free(name, picture.sites)
             picture.sites[key] = state = _site_state(self.sampled(x, 2), self.sampled(res, 2), {"x": x, "h": h, "H_res": res})
             picture.outputs[f"{key}:h"] = self._output(h)
 
-            def watched(f: Tensor) -> Tensor:
-                y = merge(f)
+            def see(f: Tensor, y: Tensor) -> None:
                 state.finite = state.finite or _first_bad({"f": f, "y": y})
                 picture.outputs[f"{key}:y"] = self._output(y.flatten(-2))
-                return y
 
-            return h, watched
+            return h, WatchedMerge.of(merge, see)
 
         return hook
 

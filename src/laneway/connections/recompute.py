@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from laneway.connections import site_ops
-from laneway.connections.layer import HyperConnection, Merge
+from laneway.connections.layer import HyperConnection, Merge, WatchedMerge, crosses
 
 
 class _Block:
@@ -77,7 +77,7 @@ class Recomputation:
 
     def leave(self, merge: Merge, f: Tensor) -> Tensor:
         """Post of the last site."""
-        if merge.maps is None:
+        if merge.maps is None or isinstance(merge, WatchedMerge):
             return merge(f)
         return _Post.apply(self.block, self.index, merge.x, merge.carry, f, merge.maps)
 
@@ -88,6 +88,9 @@ class _Start:
     x: Tensor
 
     def enter(self, site: HyperConnection, pre: Tensor | None) -> tuple[Tensor, Merge]:
+        if not site.mhc:
+            return site.enter(self.x, pre)
+        site.require_wide(self.x)
         self.plan.block, self.plan.index = _Block(), 0
         h, maps, carry, *_ = _Pre.apply(self.x, site.carried(self.x, pre), *site.arguments)
         return h, Merge(site, self.x, h.shape, carry, maps)
@@ -101,6 +104,11 @@ class _Recomputed:
 
     def enter(self, site: HyperConnection, pre: Tensor | None) -> tuple[Tensor, Merge]:
         plan, before = self.plan, self.before
+        if site.single_pass and pre is None:
+            pre = before.pre
+        if not crosses(before, site):
+            return _Start(plan, plan.leave(before, self.f)).enter(site, pre)
+        site.require_wide()
         following = (_Block(), 0) if plan.index + 1 == plan.length else (plan.block, plan.index + 1)
         places = (plan.block, plan.index, *following)
         carried = site.carried(before.x, pre)

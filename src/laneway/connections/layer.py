@@ -6,7 +6,7 @@ Shapes: … any leading dims (batch, time), n streams, C width (``dim``), N = al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,21 +17,25 @@ from laneway.connections.parameters import WideParameters
 from laneway.core import InputError, choice, positive_int
 
 
-@dataclass(frozen=True)
 class Merge:
     """What a site hands on: ``merge(f)`` gives the streams after it, and ``merge.into(site, f)`` also enters the next site.
 
     ``pre`` and ``post`` are H_pre and H_post [N, n], ``res`` H_res [N, out, in] (None where the site has no maps), N all leading
-    dims flattened.
+    dims flattened. No dataclass: FSDP looks into those for the tensors that a module returns, and x is none of them.
     """
 
-    site: HyperConnection
-    x: Tensor
-    shape: torch.Size
-    carry: Tensor | None = None
-    maps: Tensor | None = None
-    post_map: Tensor | None = None
-    res_map: Tensor | None = None
+    def __init__(
+        self,
+        site: HyperConnection,
+        x: Tensor,
+        shape: torch.Size,
+        carry: Tensor | None = None,
+        maps: Tensor | None = None,
+        post_map: Tensor | None = None,
+        res_map: Tensor | None = None,
+    ) -> None:
+        self.site, self.x, self.shape, self.carry = site, x, shape, carry
+        self.maps, self.post_map, self.res_map = maps, post_map, res_map
 
     def __call__(self, f: Tensor) -> Tensor:
         """H_res x + H_postᵀ f: f […, C] → […, n, C].
@@ -80,16 +84,12 @@ class Merge:
             raise InputError("f", list(f.shape), f"the sub-layer's output, {list(self.shape)}")
 
 
-@dataclass(frozen=True)
 class WatchedMerge(Merge):
     """A merge that shows what goes through it: ``see(f, y)``. The pass that is saved between two sites is given up for that."""
 
-    see: Callable[[Tensor, Tensor], None] = lambda f, y: None
-
-    @classmethod
-    def of(cls, merge: Merge, see: Callable[[Tensor, Tensor], None]) -> WatchedMerge:
-        """``merge``, watched."""
-        return cls(**{one.name: getattr(merge, one.name) for one in fields(Merge)}, see=see)
+    def __init__(self, merge: Merge, see: Callable[[Tensor, Tensor], None]) -> None:
+        self.__dict__.update(merge.__dict__)
+        self.see = see
 
     def __call__(self, f: Tensor) -> Tensor:
         """The streams after the site, shown."""

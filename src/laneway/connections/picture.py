@@ -140,7 +140,9 @@ class Camera:
 
     def _extra_hook(self, see: See) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, y: Any) -> None:
-            if args and isinstance(args[0], Tensor):
+            if isinstance(y, tuple) and isinstance(y[-1], Merge):
+                see(y[-1].x, y)  # a site may be given what comes before it in place of streams
+            elif args and isinstance(args[0], Tensor):
                 see(args[0], y)
 
         return hook
@@ -165,7 +167,7 @@ class Camera:
                 state.finite = state.finite or _first_bad({"f": f, "y": y})
                 picture.outputs[f"{key}:y"] = self._output(y.flatten(-2))
 
-            return h, WatchedMerge.of(merge, see)
+            return h, WatchedMerge(merge, see)
 
         return hook
 

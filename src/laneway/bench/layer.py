@@ -26,10 +26,12 @@ from laneway.bench.memory import peak_bytes
 from laneway.bench.rows import Report, Row
 from laneway.bench.stats import Interval
 from laneway.bench.timer import Samples, interleave, ratio
-from laneway.core import InputError, LanewayError
+from laneway.core import InputError, LanewayError, choice
+from laneway.memory.allocator import keep_freed_memory
 
 STREAMS = 4
-SHAPES = ((2048, 512), (2048, 2048), (8192, 1024))
+SHAPES = ((2048, 512), (2048, 2048), (8192, 1024), (512, 4096))
+ALLOCATORS = ("default", "tuned")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COMPILED = "_compiled"
 
@@ -42,6 +44,8 @@ class LayerOptions:
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     threads: tuple[int, ...] = (1, 0)
     compiled: bool = True
+    allocator: str = "default"
+    """tuned: memory that was freed stays with the process, for every variant (laneway.memory.allocator)."""
     seconds: float = 20.0
     """Time budget of the rounds of one shape and dtype."""
     quick: bool = False
@@ -51,6 +55,7 @@ class LayerOptions:
         for name in self.dtypes:
             if name not in DTYPES:
                 raise InputError("dtype", name, "fp32, bf16")
+        choice("allocator", self.allocator, ALLOCATORS)
         for tokens, dim in self.shapes:
             if tokens < 1 or dim < 1:
                 raise InputError("shape", f"{tokens}x{dim}", "TOKENSxDIM, both ≥ 1")
@@ -98,6 +103,8 @@ def _in_fresh_process(options: LayerOptions, threads: int) -> list[Row]:
 def measure(options: LayerOptions) -> list[Row]:
     """Rows of one shape and number of threads for each dtype, measured in this process."""
     torch.set_num_threads(options.threads[0])
+    if options.allocator == "tuned" and not keep_freed_memory():
+        raise LanewayError("layer: this system's allocator can't be tuned; measure with --allocator default")
     return [row for name in options.dtypes for row in _condition(options, name)]
 
 
@@ -115,7 +122,7 @@ def _condition(options: LayerOptions, name: str) -> list[Row]:
         variants | {"copy": lambda: target.copy_(gy_tnc)}, seconds=options.seconds, min_rounds=3 if options.quick else 7, warmup=2
     )
     condition = {"tokens": tokens, "dim": dim, "streams": STREAMS, "dtype": name, "threads": options.threads[0]}
-    condition |= {"quick": int(options.quick)}
+    condition |= {"allocator": options.allocator, "quick": int(options.quick)}
     stream_bytes = gy_tnc.numel() * gy_tnc.element_size()
     return [condition | _row(key, samples, variants.get(key), stream_bytes) for key in samples]
 

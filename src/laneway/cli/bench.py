@@ -65,6 +65,8 @@ def _layer(
     shape: tuple[str, ...] = (),
     threads: tuple[int, ...] = (1, 0),
     compile: bool = True,
+    allocator: str = "default",
+    seconds: float = 20.0,
 ) -> _Job:
     """One hyper-connection site, forward and backward, against other libraries and the copy-bandwidth floor.
 
@@ -73,14 +75,16 @@ def _layer(
         json: one JSON object on stdout.
         save: append the rows to DIR/layer.csv; without DIR to benchmarks/results of the source checkout.
         dtype: fp32 and / or bf16.
-        shape: TOKENSxDIM, one or more; by default 2048x512 2048x2048 8192x1024.
+        shape: TOKENSxDIM, one or more; by default 2048x512 2048x2048 8192x1024 512x4096.
         threads: numbers of threads; 0 is all.
         compile: also the variants under torch.compile.
+        allocator: default, or tuned: memory that was freed stays with the process, for every variant.
+        seconds: time budget of the rounds of one shape and dtype.
     """
     from laneway.bench import layer
 
     shapes = tuple(map(_shape, shape)) or layer.SHAPES
-    options = layer.LayerOptions(shapes=shapes, dtypes=dtype, threads=threads, compiled=compile)
+    options = layer.LayerOptions(shapes, dtype, threads, compile, allocator, seconds)
     options.check()
     options = layer.quick(options) if quick else options
     return _Job(lambda progress: layer.run(options, progress), json, save)

@@ -193,7 +193,6 @@ class HyperConnection(WideParameters):
                 "single_pass", single_pass, f"False for manifold {manifold!r}; sinkhorn alone has a single-pass form"
             )
         self.disabled = streams == 1 if disable is None else disable
-        self.mhc = manifold == "sinkhorn" and not self.disabled
         self.single_pass = single_pass and not self.disabled
         self.cap, self.eps, self.norm_eps = cap, eps, norm_eps
         self.observers: list[Callable[[HyperConnection, Tensor, Tensor], None]] = []
@@ -262,9 +261,16 @@ class HyperConnection(WideParameters):
         return h, Merge(self, x, h.shape, carry, None, post, res)
 
     @property
+    def mhc(self) -> bool:
+        """Whether H_res is Sinkhorn's, so that the ops of a whole site serve: no longer if ``res`` was replaced."""
+        return not self.disabled and type(self.res) is manifolds.Sinkhorn and self.res.eps == self.eps
+
+    @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, float, float, float, int]:
         """fn, base, scale, norm_eps, eps, cap (0 for none) and iterations, as the ops take them."""
-        return self.fn, self.base, self.scale, self.norm_eps, self.eps, self.cap or 0.0, self.iterations
+        res = self.res
+        assert isinstance(res, manifolds.Sinkhorn)
+        return self.fn, self.base, self.scale, self.norm_eps, self.eps, self.cap or 0.0, res.iterations
 
     def carried(self, x: Tensor, pre: Tensor | None) -> Tensor | None:
         """The weights that mix a single-pass site's h; None for any other site."""

@@ -150,7 +150,7 @@ def balance(h, iterations, eps, n: tl.constexpr, SMOOTH: tl.constexpr):
         k = exponential(log_k, n * n)
         a = constant(1.0, h[0], n)
         b = constant(1.0, h[0], n)
-        for _ in range(tl.minimum(SEGMENT, iterations - 1 - segment * SEGMENT)):
+        for _step in range(tl.minimum(SEGMENT, iterations - 1 - segment * SEGMENT)):
             a = reciprocal(over_outputs(k, b, n), a, eps, n, SMOOTH)
             b = reciprocal(over_inputs(k, a, n), b, eps, n, SMOOTH)
     return scaled(k, a, b, n)

@@ -44,6 +44,7 @@ CONDITION = (
     "streams",
     "dtype",
     "threads",
+    "allocator",
     "compared",
     "layers",
     "context",

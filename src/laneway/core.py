@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -53,6 +53,17 @@ def positive_int(field: str, given: object, at_least: int = 1) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or given < at_least:
         raise InputError(field, given, f"an integer ≥ {at_least}")
     return given
+
+
+def collect(checks: Iterable[Callable[[], object]]) -> list[InputError]:
+    """Run every check; return the errors of those that raised one."""
+    found: list[InputError] = []
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            found.append(error)
+    return found
 
 
 @runtime_checkable

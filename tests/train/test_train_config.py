@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from laneway.core import InputError
-from laneway.train.config import CADENCE, LAYOUT, TrainConfig, collect
+from laneway.core import InputError, collect
+from laneway.train.config import CADENCE, LAYOUT, TrainConfig
 from laneway.train.settings import flatten
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laneway.connections import HyperConnection, StreamChain, StreamReadout, expand_spread, expand_streams
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choice, collect, positive_int
 
 # The residual choices by their usual names, and the manifold of H_res that each stands for.
 RESIDUALS = {
@@ -67,10 +67,10 @@ class GPTConfig:
         """Everything that is wrong with this configuration, one error a field."""
         found: list[InputError] = []
         for name in ("vocab_size", "context", "layers", "heads", "dim", "streams", "sinkhorn_iterations"):
-            _collect(found, lambda name=name: positive_int(f"{prefix}.{name}", getattr(self, name)))
+            found += collect([lambda name=name: positive_int(f"{prefix}.{name}", getattr(self, name))])
         if self.ffn_dim is not None:
-            _collect(found, lambda: positive_int(f"{prefix}.ffn_dim", self.ffn_dim))
-        _collect(found, lambda: choice(f"{prefix}.residual", self.residual, RESIDUALS))
+            found += collect([lambda: positive_int(f"{prefix}.ffn_dim", self.ffn_dim)])
+        found += collect([lambda: choice(f"{prefix}.residual", self.residual, RESIDUALS)])
         if not found and (self.dim % self.heads or (self.dim // self.heads) % 2):
             accepted = f"a multiple of 2·heads = {2 * self.heads}"
             found.append(InputError(f"{prefix}.dim", self.dim, accepted))
@@ -80,7 +80,7 @@ class GPTConfig:
         if self.logit_cap is not None and not 0 <= self.logit_cap < float("inf"):
             found.append(InputError(f"{prefix}.logit_cap", self.logit_cap, "a number > 0, or 0 for none"))
         if not found and RESIDUALS[self.residual] is not None:
-            _collect(found, lambda: HyperConnection(1, self.streams, self.manifold, device="meta"))
+            found += collect([lambda: HyperConnection(1, self.streams, self.manifold, device="meta")])
         return found
 
     def check(self) -> None:
@@ -102,13 +102,6 @@ class GPTConfig:
     def hidden(self) -> int:
         """Hidden width of the SwiGLU."""
         return self.ffn_dim or 32 * -(-8 * self.dim // 96)
-
-
-def _collect(found: list[InputError], check) -> None:
-    try:
-        check()
-    except InputError as error:
-        found.append(error)
 
 
 def rotary_table(context: int, head_dim: int, base: float, device=None) -> Tensor:

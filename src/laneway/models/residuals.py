@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from laneway.connections import HyperConnection, StreamReadout, expand_spread
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choice, collect, positive_int
 from laneway.models.gpt import RESIDUALS
 
 
@@ -68,14 +67,3 @@ class StreamConfig:
     def readout(self, dim: int) -> StreamReadout:
         """The end of the streams: a sum for HC, else learned weights that begin as docs/start.md says."""
         return StreamReadout(dim, self.used_streams, "sum" if self.residual == "hc" else "learned")
-
-
-def collect(checks: Iterable[Callable[[], object]]) -> list[InputError]:
-    """Run every check; return the errors of those that raised one."""
-    found: list[InputError] = []
-    for check in checks:
-        try:
-            check()
-        except InputError as error:
-            found.append(error)
-    return found

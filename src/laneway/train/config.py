@@ -7,10 +7,9 @@ Every field may come from a recipe, a TOML file or a flag (in that order, the la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choice, collect, positive_int
 from laneway.data.text import TextDataConfig
 from laneway.data.text import check as check_text
 from laneway.models.gpt import GPTConfig
@@ -179,14 +178,3 @@ class TrainConfig:
         if positive_int("micro_batch_size", self.micro_batch_size) > share or share % self.micro_batch_size:
             accepted = f"a divisor of a rank's share, batch_size / ranks = {share}"
             raise InputError("micro_batch_size", self.micro_batch_size, accepted)
-
-
-def collect(checks: Iterable[Callable[[], object]]) -> list[InputError]:
-    """Run every check; return the errors of those that raised one."""
-    found: list[InputError] = []
-    for check in checks:
-        try:
-            check()
-        except InputError as error:
-            found.append(error)
-    return found

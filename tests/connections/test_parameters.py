@@ -136,3 +136,32 @@ def test_fsdp_that_would_narrow_the_maps_is_refused(one_rank):
     model = _sharded(one_rank, first=False)
     with pytest.raises(TypeError, match="shard_connections"):
         model(torch.randint(0, 256, (2, 8)))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recompute", [0, 3])
+def test_a_chain_under_fsdp_is_the_plain_model_bit_for_bit(one_rank, recompute):
+    """Blocks hand the streams on, sites shard by themselves, and streams are made again while FSDP frees and gathers."""
+    from torch.distributed.fsdp import fully_shard
+
+    tokens = torch.randint(0, 256, (2, 8))
+    results = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(dim=32, layers=3, context=8))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("site_ffn.fn"):
+                    parameter.normal_(std=0.1)
+        if sharded:
+            lw.shard_connections(model, one_rank)
+            for block in model.blocks:
+                fully_shard(block, mesh=one_rank)
+            fully_shard(model, mesh=one_rank)
+            model.chained, model.recompute = True, recompute
+        loss = model(tokens).square().mean()
+        loss.backward()
+        grads = [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
+        results.append([loss.detach(), *grads])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

@@ -19,7 +19,7 @@ def use():
 for _ in range(3):
     use()
 before = faults()
-for _ in range(4):
+for _ in range(12):
     use()
 print(faults() - before)
 """
@@ -27,14 +27,17 @@ print(faults() - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone")
 def test_large_tensors_cost_no_page_faults_the_second_time():
-    """Counted: 64 MiB are 16384 pages (fewer where the system backs them with huge ones)."""
+    """Counted: 64 MiB are 16384 pages (fewer where the system backs them with huge ones).
+
+    Twelve times all of them by default; tuned, the heap may still grow once or twice, where a small block took the start of a hole.
+    """
     found = {}
     for how in ("off", "on"):
         done = subprocess.run([sys.executable, "-c", COUNT, how], capture_output=True, text=True, check=True)
         found[how] = int(done.stdout)
     if found["off"] < 64:
         pytest.skip("the system's allocator keeps large blocks by itself")
-    assert found["on"] <= found["off"] / 8
+    assert found["on"] <= found["off"] / 4
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone")

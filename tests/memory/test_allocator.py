@@ -16,20 +16,20 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def use():
     torch.ones(16 << 20).sum()  # 64 MiB
-for _ in range(3):
+counts = []
+for _ in range(15):
+    before = faults()
     use()
-before = faults()
-for _ in range(12):
-    use()
-print(faults() - before)
+    counts.append(faults() - before)
+print(sorted(counts)[7])
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone")
 def test_large_tensors_cost_no_page_faults_the_second_time():
-    """Counted: 64 MiB are 16384 pages (fewer where the system backs them with huge ones).
+    """Counted, the median of fifteen uses: 64 MiB are 16384 pages (fewer where the system backs them with huge ones).
 
-    Twelve times all of them by default; tuned, the heap may still grow once or twice, where a small block took the start of a hole.
+    Tuned, the heap still grows now and then, where a small block took the start of a hole.
     """
     found = {}
     for how in ("off", "on"):
@@ -37,7 +37,7 @@ def test_large_tensors_cost_no_page_faults_the_second_time():
         found[how] = int(done.stdout)
     if found["off"] < 64:
         pytest.skip("the system's allocator keeps large blocks by itself")
-    assert found["on"] <= found["off"] / 4
+    assert found["on"] <= found["off"] / 16
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone")

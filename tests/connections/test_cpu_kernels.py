@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -208,3 +210,27 @@ def test_the_library_shares_torchs_openmp():
 def test_the_limit_on_streams_is_the_librarys():
     library = ctypes.CDLL(str(build.build().path))
     assert library.laneway_largest() == backend.LARGEST
+
+
+OUT_OF_MEMORY = """
+import resource, torch
+from laneway.connections.kernels.cpu import backend
+backend.load()
+torch.set_num_threads(1)
+n, c = 16, 8192
+x, m = torch.randn(2, n, c), n * (n + 2)
+fn, base, scale = torch.zeros(m, n * c), torch.zeros(m), torch.ones(3)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+try:
+    backend.pre(x, None, fn, base, scale, 1e-6, 0.0, 8.0, 20)
+except MemoryError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS and /proc alone")
+def test_without_memory_for_its_work_it_raises():
+    """The projection's packed weights (144 MiB here) do not fit into what the process may still have."""
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
+    assert done.stdout == "laneway_forward: the kernels' working memory could not be allocated\n", done.stderr

@@ -45,19 +45,25 @@ def load(path: str | None = None) -> None:
         raise build.BuildError(f"the compiled kernels cannot be loaded: {error}") from error
     for name, arguments in _SIGNATURES.items():
         function = getattr(found, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, c_int
     _library = found
 
 
 def vector_width() -> int:
     """Floats in a vector of the library that is loaded: 16 (AVX-512), 8 (AVX2) or 4."""
-    return _call("laneway_vector_width")
+    return _loaded().laneway_vector_width()
 
 
-def _call(name: str, *arguments: Any) -> Any:
+def _loaded() -> ctypes.CDLL:
     if _library is None:
         load()
-    return getattr(_library, name)(*arguments)
+    assert _library is not None
+    return _library
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if getattr(_loaded(), name)(*arguments):
+        raise MemoryError(f"{name}: the kernels' working memory could not be allocated")
 
 
 def _pointer(t: Tensor | None) -> int | None:

@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 
 #include "gemm.h"
 #include "sinkhorn.h"
@@ -56,9 +57,11 @@ int block_tokens(const Site& s, size_t item) {
 }
 
 template <class V>
-struct Buffer {  // aligned and uninitialised
+struct Buffer {  // aligned and uninitialised; made outside parallel regions, which no exception may leave
   V* p;
-  explicit Buffer(size_t count) : p((V*)std::aligned_alloc(64, (count * sizeof(V) + 63) / 64 * 64 + 64)) {}
+  explicit Buffer(size_t count) : p((V*)std::aligned_alloc(64, (count * sizeof(V) + 63) / 64 * 64 + 64)) {
+    if (!p) throw std::bad_alloc();
+  }
   ~Buffer() { std::free(p); }
   Buffer(const Buffer&) = delete;
   operator V*() const { return p; }
@@ -444,9 +447,11 @@ void forward(const Site& s, const Parameters& w, const Post& before, T* x, const
   Buffer<float> packed(size_t(s.k()) * width);
   pack_for_projection(s, w.fn, width, packed);
   const int64_t blocks = (s.tokens + block - 1) / block;
+  const size_t own = size_t(block) * width + TOKENS * DEPTH;
+  Buffer<float> work(own * s.threads);
 #pragma omp parallel num_threads(s.threads)
   {
-    Buffer<float> zb(size_t(block) * width), wide(TOKENS * DEPTH);
+    float *zb = work + own * omp_get_thread_num(), *wide = zb + size_t(block) * width;
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t t0 = b * block, t1 = std::min(s.tokens, t0 + block);
@@ -475,6 +480,8 @@ void backward(const Site& s, const Parameters& w, const T* x, const Gradient& g,
   Buffer<float> parts(part * threads);
   Buffer<double> sums(size_t(2) * m * threads);
   std::fill(sums.p, sums.p + size_t(2) * m * threads, 0.0);
+  std::vector<std::unique_ptr<Workspace>> work;
+  for (int t = 0; t < threads; t++) work.push_back(std::make_unique<Workspace>(s, block, rows));
   int used = 1;
 #pragma omp parallel num_threads(threads)
   {
@@ -483,11 +490,10 @@ void backward(const Site& s, const Parameters& w, const T* x, const Gradient& g,
     used = omp_get_num_threads();
     float* own = parts + part * thread;
     std::fill(own, own + part, 0.0f);
-    Workspace work(s, block, rows);
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t t0 = b * block, t1 = std::min(s.tokens, t0 + block);
-      pre_backward_block<T, NS>(s, w, x, t0, t1, packed, rows, block, work, g, own, sums + size_t(2) * m * thread);
+      pre_backward_block<T, NS>(s, w, x, t0, t1, packed, rows, block, *work[thread], g, own, sums + size_t(2) * m * thread);
       if (before.x)
         for (int64_t t = t0; t < t1; t++)
           post_backward_token<T, NS>(n, s.c, (const T*)g.gx + t * s.k(), (const T*)before.x + t * s.k(), (const T*)before.f + t * s.c,
@@ -516,12 +522,18 @@ void for_streams(int n, F body) {
   }
 }
 
+// 0, or 1 where memory ran out.
 template <class F>
-void for_kind(int narrow, int n, F body) {
-  for_streams(n, [&](auto streams) {
-    if (narrow) body(bf16{}, streams);
-    else body(float{}, streams);
-  });
+int for_kind(int narrow, int n, F body) {
+  try {
+    for_streams(n, [&](auto streams) {
+      if (narrow) body(bf16{}, streams);
+      else body(float{}, streams);
+    });
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
 }
 
 }  // namespace
@@ -532,18 +544,18 @@ int laneway_vector_width() { return W; }
 int laneway_largest() { return LARGEST; }
 
 // pre, or cross when before_x is not null (then x is written).
-void laneway_forward(int narrow, int64_t tokens, int n, int64_t c, int threads, float norm_eps, float eps, float cap, int iterations,
+int laneway_forward(int narrow, int64_t tokens, int n, int64_t c, int threads, float norm_eps, float eps, float cap, int iterations,
                      const float* fn, const float* base, const float* scale, const float* carried, const void* before_x,
                      const void* before_f, const float* before_maps, void* x, void* h, float* maps, float* z, float* r) {
   const Site s{tokens, n, c, threads, norm_eps, eps, cap, iterations};
-  for_kind(narrow, n, [&](auto kind, auto streams) {
+  return for_kind(narrow, n, [&](auto kind, auto streams) {
     using T = decltype(kind);
     forward<T, streams()>(s, {fn, base, scale}, {before_x, before_f, before_maps}, (T*)x, {h, maps, z, r, carried});
   });
 }
 
-void laneway_post(int narrow, int64_t tokens, int n, int64_t c, int threads, const void* x, const void* f, const float* maps, void* y) {
-  for_kind(narrow, n, [&](auto kind, auto streams) {
+int laneway_post(int narrow, int64_t tokens, int n, int64_t c, int threads, const void* x, const void* f, const float* maps, void* y) {
+  return for_kind(narrow, n, [&](auto kind, auto streams) {
     using T = decltype(kind);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t t = 0; t < tokens; t++)
@@ -551,9 +563,9 @@ void laneway_post(int narrow, int64_t tokens, int n, int64_t c, int threads, con
   });
 }
 
-void laneway_post_backward(int narrow, int64_t tokens, int n, int64_t c, int threads, const void* gy, const void* x, const void* f,
+int laneway_post_backward(int narrow, int64_t tokens, int n, int64_t c, int threads, const void* gy, const void* x, const void* f,
                            const float* maps, void* gf, float* gmaps) {
-  for_kind(narrow, n, [&](auto kind, auto streams) {
+  return for_kind(narrow, n, [&](auto kind, auto streams) {
     using T = decltype(kind);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t t = 0; t < tokens; t++)
@@ -563,13 +575,13 @@ void laneway_post_backward(int narrow, int64_t tokens, int n, int64_t c, int thr
 }
 
 // pre_backward, or cross_backward when before_x is not null. gy, extra, gh, gmaps and carried may be null.
-void laneway_backward(int narrow, int64_t tokens, int n, int64_t c, int threads, float eps, float cap, int iterations, const float* fn,
+int laneway_backward(int narrow, int64_t tokens, int n, int64_t c, int threads, float eps, float cap, int iterations, const float* fn,
                       const float* base, const float* scale, const void* gy, const void* extra, const void* gh, const float* gmaps,
                       const void* x, const float* carried, const float* maps, const float* z, const float* r, void* gx, float* gfn,
                       float* gbase, float* gscale, float* gcarried, const void* before_x, const void* before_f,
                       const float* before_maps, void* gf, float* before_gmaps) {
   const Site s{tokens, n, c, threads, 0.0f, eps, cap, iterations};
-  for_kind(narrow, n, [&](auto kind, auto streams) {
+  return for_kind(narrow, n, [&](auto kind, auto streams) {
     using T = decltype(kind);
     backward<T, streams()>(s, {fn, base, scale}, (const T*)x, {gy, extra, gh, gmaps, maps, z, r, carried, gx, gcarried},
                            {before_x, before_f, before_maps}, {gf, before_gmaps}, gfn, gbase, gscale);

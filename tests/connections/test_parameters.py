@@ -138,6 +138,20 @@ def test_fsdp_that_would_narrow_the_maps_is_refused(one_rank):
         model(torch.randint(0, 256, (2, 8)))
 
 
+@pytest.mark.parametrize("manifold", ["sinkhorn", "birkhoff", "kronecker", "orthogonal", "identity", "none"])
+def test_a_narrow_default_dtype_leaves_the_maps_and_their_start_wide(manifold):
+    wide = lw.HyperConnection(8, 4, manifold, site=3), lw.StreamReadout(8, 4)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        narrow = lw.HyperConnection(8, 4, manifold, site=3), lw.StreamReadout(8, 4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(wide, narrow, strict=True):
+        for p, q in zip(a.parameters(), b.parameters(), strict=True):
+            assert q.dtype == torch.float32
+            assert torch.equal(p, q)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("recompute", [0, 3])
 def test_a_chain_under_fsdp_is_the_plain_model_bit_for_bit(one_rank, recompute):

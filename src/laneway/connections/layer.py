@@ -215,7 +215,7 @@ class HyperConnection(WideParameters):
         self.fn.zero_()
         if self.manifold == "none":  # arXiv 2409.19606, Eq. 14: reads one-hot, writes 1, H_res = I, dynamic scale 0.01
             self.scale.fill_(0.01)
-            pre, post = torch.eye(n)[self.site % n], torch.ones(n)
+            pre, post = torch.eye(n, dtype=torch.float32)[self.site % n], torch.ones(n, dtype=torch.float32)
         else:
             self.scale.fill_(1.0)
             pre, post = start.logit(start.read_weights(n, self.site) - self.eps), start.logit(start.write_weights(n) / 2)
@@ -358,9 +358,9 @@ class StreamReadout(WideParameters):
         self.eps, self.norm_eps = eps, norm_eps
         self.learned = kind == "learned" and streams > 1
         if self.learned:
-            self.fn = nn.Parameter(torch.empty(streams, streams * dim, device=device))
-            self.base = nn.Parameter(torch.empty(streams, device=device))
-            self.scale = nn.Parameter(torch.empty(1, device=device))
+            self.fn = nn.Parameter(torch.empty(streams, streams * dim, device=device, dtype=torch.float32))
+            self.base = nn.Parameter(torch.empty(streams, device=device, dtype=torch.float32))
+            self.scale = nn.Parameter(torch.empty(1, device=device, dtype=torch.float32))
             self.reset_parameters()
 
     @torch.no_grad()

@@ -48,7 +48,7 @@ class Sinkhorn(Manifold):
     """Doubly stochastic by Sinkhorn-Knopp: laneway.connections.reference.sinkhorn."""
 
     def __init__(self, streams: int, iterations: int = 20, eps: float = 0.0) -> None:
-        super().__init__(streams, START * torch.eye(streams).flatten())
+        super().__init__(streams, START * torch.eye(streams, dtype=torch.float32).flatten())
         self.iterations, self.eps = iterations, eps
 
     def forward(self, h: Tensor) -> Tensor:
@@ -63,12 +63,12 @@ class Mixture(Manifold):
         if streams > LARGEST_MIXTURE:
             accepted = f"at most {LARGEST_MIXTURE} (or prime factors of at most {LARGEST_MIXTURE} for kronecker)"
             raise InputError("streams", streams, accepted, f"a mixture of {streams}! permutations is too large: use sinkhorn")
-        start = torch.zeros(math.factorial(streams))
+        start = torch.zeros(math.factorial(streams), dtype=torch.float32)
         start[0] = START
         super().__init__(streams, start)
         orders = torch.tensor(list(itertools.permutations(range(streams))))
         self.permutations: Tensor
-        self.register_buffer("permutations", torch.eye(streams)[orders].flatten(1), persistent=False)
+        self.register_buffer("permutations", torch.eye(streams, dtype=torch.float32)[orders].flatten(1), persistent=False)
 
     def forward(self, h: Tensor) -> Tensor:
         """[N, n!] → [N, n, n], exactly doubly stochastic."""
@@ -93,7 +93,7 @@ class Cayley(Manifold):
     """Q = (I + A)⁻¹ (I − A) with A skew: orthogonal for every A, the identity at A = 0."""
 
     def __init__(self, streams: int) -> None:
-        super().__init__(streams, torch.zeros(streams * (streams - 1) // 2))
+        super().__init__(streams, torch.zeros(streams * (streams - 1) // 2, dtype=torch.float32))
 
     def forward(self, h: Tensor) -> Tensor:
         """[N, n(n−1)/2] → [N, n, n]."""
@@ -110,7 +110,7 @@ class Identity(Manifold):
     """H_res = I."""
 
     def __init__(self, streams: int) -> None:
-        super().__init__(streams, torch.zeros(0))
+        super().__init__(streams, torch.zeros(0, dtype=torch.float32))
 
     def forward(self, h: Tensor) -> Tensor:
         """[N, 0] → [N, n, n]."""
@@ -121,7 +121,7 @@ class Unconstrained(Manifold):
     """HC: the logits are the matrix."""
 
     def __init__(self, streams: int) -> None:
-        super().__init__(streams, torch.eye(streams).flatten())
+        super().__init__(streams, torch.eye(streams, dtype=torch.float32).flatten())
 
     def forward(self, h: Tensor) -> Tensor:
         """[N, n²] laid out [in, out] → [N, out, in]."""

@@ -37,7 +37,7 @@ def groups(n: int) -> tuple[range, range, range]:
 
 def write_direction(n: int) -> Tensor:
     """q [n], entries in {WRITE, −WRITE, 0}; zero for n < 3."""
-    q = torch.zeros(n)
+    q = torch.zeros(n, dtype=torch.float32)
     if n >= 3:
         strong, weak, _ = groups(n)
         q[strong.start : strong.stop], q[weak.start : weak.stop] = WRITE, -WRITE
@@ -56,7 +56,7 @@ def read_weights(n: int, site: int) -> Tensor:
         else:
             turn = site // 2 if len(neutral) else site
             favoured = [strong[turn % half], weak[(turn + turn // half) % half]]
-    weights = torch.full((n,), LEAK)
+    weights = torch.full((n,), LEAK, dtype=torch.float32)
     weights[favoured] = (1 - LEAK * (n - len(favoured))) / len(favoured)
     return weights
 
@@ -68,7 +68,7 @@ def write_weights(n: int) -> Tensor:
 
 def readout_weights(n: int) -> Tensor:
     """Weights of the learned read-out at the start [n]: sum to one, orthogonal to q, not uniform."""
-    p = torch.zeros(n)
+    p = torch.zeros(n, dtype=torch.float32)
     if n >= 2:
         strong, weak, neutral = groups(n)
         if n == 2:

@@ -19,6 +19,12 @@ WIDE_RESULTS = {"laneway::pre_mix": (1, 3, 4), "laneway::sinkhorn": (0,)}  # log
 WIDE_INPUTS = {"laneway::pre_mix": (1, 2, 3), "laneway::sinkhorn": (0,), "laneway::post_mix": (3, 4)}
 WIDE_INPUTS |= {"laneway::sinkhorn_backward": (0, 1), "laneway::post_mix_backward": (3, 4)}
 WIDE_INPUTS |= {"laneway::pre_mix_backward": (2, 4, 5, 6, 7, 8)}
+# The ops of a whole site: parameters, maps, z and r; the gradients of maps and parameters.
+WIDE_INPUTS |= {"laneway::mhc_pre": (2, 3, 4), "laneway::mhc_post": (3,), "laneway::mhc_cross": (3, 5, 6, 7)}
+WIDE_INPUTS |= {"laneway::mhc_pre_backward": (3, 5, 6, 7, 8, 9, 10), "laneway::mhc_post_backward": (3,)}
+WIDE_INPUTS |= {"laneway::mhc_cross_backward": (3, 6, 9, 10, 11, 12, 13, 14)}
+WIDE_RESULTS |= {"laneway::mhc_pre": (1, 3, 4), "laneway::mhc_cross": (2, 4, 5), "laneway::mhc_pre_backward": (1, 2, 3)}
+WIDE_RESULTS |= {"laneway::mhc_post_backward": (1,), "laneway::mhc_cross_backward": (2, 3, 4, 5)}
 
 
 class Dtypes(TorchDispatchMode):
@@ -54,8 +60,9 @@ def test_maps_are_fp32_in_every_op_forward_and_backward(residual, how):
         with torch.autocast("cpu", torch.bfloat16, enabled=how != "model.to(bfloat16)"):
             loss = loss_of(model, tokens)
         loss.backward()
-    ops = {"laneway::pre_mix", "laneway::post_mix", "laneway::pre_mix_backward", "laneway::post_mix_backward"}
-    ops |= {"laneway::sinkhorn", "laneway::sinkhorn_backward"} if residual == "mhc" else set()
+    ops = {"laneway::pre_mix", "laneway::pre_mix_backward"}  # of the read-out, too
+    own = ("mhc_pre", "mhc_cross", "mhc_post") if residual == "mhc" else ("post_mix",)
+    ops |= {f"laneway::{name}{end}" for name in own for end in ("", "_backward")}
     assert set(dtypes.seen) == ops, "every op was seen"
     assert dtypes.seen == {name: {torch.float32} for name in ops}
     assert streams == [torch.bfloat16], "the streams themselves are narrow"

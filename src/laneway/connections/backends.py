@@ -2,7 +2,7 @@
 
     torch    plain PyTorch (kernels/plain.py): any device, any floating-point dtype
     cpu      compiled for this CPU (kernels/cpu): fp32 and bf16 streams, up to 16 of them
-    triton   kernels/triton: fp32 and bf16 streams on a GPU
+    triton   kernels/triton: fp32 and bf16 streams on a GPU, up to 8 of them
 
 ``LANEWAY_BACKEND`` names one for the whole process, ``use_backend`` for a block of code; ``auto`` (the default) takes the fastest
 that can serve a tensor. A backend is loaded when it is first needed and compared once with the reference on a few rows; one that
@@ -30,6 +30,7 @@ from laneway.core import LanewayError, choice
 
 NAMES = ("auto", "torch", "cpu", "triton")
 _MODULES = {"torch": "kernels.plain", "cpu": "kernels.cpu.backend", "triton": "kernels.triton.backend"}
+LARGEST = {"cpu": 16, "triton": 8}  # streams
 _log = logging.getLogger("laneway")
 _asked: ContextVar[str | None] = ContextVar("laneway_backend", default=None)
 _ready: dict[str, ModuleType] = {}
@@ -89,8 +90,8 @@ def _unsuited(name: str, x: Tensor, f: Tensor | None) -> str | None:
         return f"the streams are {x.dtype}; served: float32, bfloat16"
     if f is not None and f.dtype != x.dtype:
         return f"the sub-layer's output is {f.dtype}, the streams {x.dtype}"
-    if x.shape[-2] > 16:
-        return f"{x.shape[-2]} streams; served: up to 16"
+    if x.shape[-2] > LARGEST[name]:
+        return f"{x.shape[-2]} streams; served: up to {LARGEST[name]}"
     return None
 
 

@@ -11,6 +11,7 @@ from laneway.core import InputError
 
 pytest.importorskip("transformers.models.hy_v4", reason="needs the `hf` extra: transformers ≥ 5.24")
 from laneway.bench import hf, hf_models
+from laneway.checkpoint.convert import quiet_transformers
 
 pytestmark = pytest.mark.peers
 TINY = hf.HFOptions(models=("deepseek_v4", "hy_v4"), dim=128, layers=1, batch_size=1, time=16, seconds=0.0, quick=True, threads=1)
@@ -36,7 +37,7 @@ def test_rows_and_summary():
 @pytest.mark.parametrize("name", list(hf_models.BUILDERS))
 def test_the_plain_model_adds_every_sublayer_to_one_stream(name):
     """One stream and x + f: the streams that leave a layer are those that entered plus what its two parts gave."""
-    with hf_models.quiet_transformers():
+    with quiet_transformers():
         model = hf_models.plain_residual(name, torch.float32, dim=128, layers=1).eval()
     layer = next(m for m in model.modules() if type(m).__name__.endswith("DecoderLayer"))
     seen = {}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from site_cases import Case
 
 from laneway.connections.kernels import plain
-from laneway.connections.kernels.cpu import backend, build
+from laneway.connections.kernels.cpu import LARGEST, backend, build
 
 pytestmark = [
     pytest.mark.compiler,
@@ -219,7 +219,7 @@ def test_the_library_shares_torchs_openmp():
 
 def test_the_limit_on_streams_is_the_librarys():
     library = ctypes.CDLL(str(build.build().path))
-    assert library.laneway_largest() == backend.LARGEST
+    assert library.laneway_largest() == LARGEST
 
 
 OUT_OF_MEMORY = """

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from laneway.bench import hf_models
 from laneway.bench.memory import peak_bytes
 from laneway.bench.rows import Report, Row
-from laneway.bench.stats import Interval, paired_ratio
+from laneway.bench.stats import Interval, paired_ratio, parts
 from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, interleave, ratio
+from laneway.checkpoint.convert import quiet_transformers
 from laneway.core import choice, positive_int
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -72,7 +73,7 @@ def run(options: HFOptions, progress: Callable[[str], None] = lambda line: None)
     options.check()
     hf_models.require_transformers()
     rows: list[Row] = []
-    with using_threads(options.threads), hf_models.quiet_transformers():
+    with using_threads(options.threads), quiet_transformers():
         for name in options.models:
             for dtype in options.dtypes:
                 progress(
@@ -134,12 +135,8 @@ def _row(key: str, samples: dict[str, Samples], step: Callable[[], None]) -> Row
     return {
         "variant": key,
         **samples[key].columns(),
-        "over_accelerated": over.value,
-        "over_accelerated_low": over.low,
-        "over_accelerated_high": over.high,
-        "connections_share": share.value,
-        "connections_share_low": share.low,
-        "connections_share_high": share.high,
+        **over.columns("over_accelerated"),
+        **share.columns("connections_share"),
         "peak_bytes": peak_bytes(step),
     }
 
@@ -159,13 +156,10 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         key = f"{row['model']} {row['dtype']} {row['threads']}t"
         ours = next(r for r in rows if r["variant"] == OURS and (r["model"], r["dtype"]) == (row["model"], row["dtype"]))
         summary[key] = {
-            "step_speedup": {end: row[f"over_accelerated{tail}"] for end, tail in _ENDS},
-            "connections_share_before": {end: row[f"connections_share{tail}"] for end, tail in _ENDS},
-            "connections_share_after": {end: ours[f"connections_share{tail}"] for end, tail in _ENDS},
+            "step_speedup": parts(row, "over_accelerated"),
+            "connections_share_before": parts(row, "connections_share"),
+            "connections_share_after": parts(ours, "connections_share"),
             "step_memory_over_transformers": Interval.exact(ours["peak_bytes"] / row["peak_bytes"]).as_json(),
             "loss_difference": row["loss_difference"],
         }
     return summary
-
-
-_ENDS = (("value", ""), ("low", "_low"), ("high", "_high"))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,22 +25,6 @@ def require_transformers() -> None:
     """Raise LanewayError where transformers is not installed, or has none of these models."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("transformers.models.hy_v4") is None:
         raise LanewayError("hf: transformers ≥ 5.24 is not installed (pip install 'laneway[hf]')")
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no advice about kernels that a CPU has not, inside the block."""
-    from transformers.utils import logging
-
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()
 
 
 def _deepseek_v4(dim: int, layers: int, streams: int) -> nn.Module:

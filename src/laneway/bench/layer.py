@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from laneway.bench import agreement, peers
 from laneway.bench.memory import peak_bytes
 from laneway.bench.rows import Report, Row
-from laneway.bench.stats import Interval
+from laneway.bench.stats import Interval, parts
 from laneway.bench.timer import Samples, interleave, ratio
 from laneway.core import InputError, LanewayError, choice
 from laneway.memory.allocator import keep_freed_memory
@@ -172,15 +172,11 @@ def _row(name: str, samples: dict[str, Samples], step: Callable[[], None] | None
         "compiled": int(name.endswith(COMPILED)),
         "same_function": int(peer.same_function if peer else base == "laneway"),
         **samples[name].columns(),
-        **_columns("over_floor", over_floor),
-        **_columns("over_laneway", over_ours),
+        **over_floor.columns("over_floor"),
+        **over_ours.columns("over_laneway"),
         "peak_bytes": peak,
         "peak_over_streams": peak / stream_bytes if peak is not None else None,
     }
-
-
-def _columns(name: str, interval: Interval) -> Row:
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def scaled(samples: Samples, factor: float) -> Samples:
@@ -199,10 +195,10 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         entry = summary.setdefault(key, {})
         name = row["variant"]
         if name == "laneway":
-            entry["over_floor"] = {part: row[f"over_floor{end}"] for part, end in _PARTS}
+            entry["over_floor"] = parts(row, "over_floor")
             entry["peak_over_streams"] = Interval.exact(row["peak_over_streams"]).as_json()
         elif name != "copy":
-            entry[f"speedup_over_{name}"] = {part: row[f"over_laneway{end}"] for part, end in _PARTS}
+            entry[f"speedup_over_{name}"] = parts(row, "over_laneway")
     for entry in summary.values():
         _fastest(entry)
     return summary
@@ -215,9 +211,6 @@ def _fastest(entry: dict[str, Any]) -> None:
     if found:
         nearest = min(found, key=lambda name: entry[name]["value"])
         entry["speedup_over_fastest_compiled_peer"] = entry[nearest] | {"variant": nearest.removeprefix("speedup_over_")}
-
-
-_PARTS = (("value", ""), ("low", "_low"), ("high", "_high"))
 
 
 if __name__ == "__main__":

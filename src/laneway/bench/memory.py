@@ -38,15 +38,20 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
         work()
         torch.accelerator.synchronize(device)
         return torch.accelerator.max_memory_allocated(device) - before
-    recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with without_noise():
+    return highest(_allocations(recorded(work, profile_memory=True)))
+
+
+def recorded(work: Callable[[], object], **options: Any) -> profile:
+    """torch.profiler's recording of what ``work()`` does on the host; ``options`` are the profiler's."""
+    recording = profile(activities=[ProfilerActivity.CPU], **options)
+    with _without_noise():
         recording.start()
     try:
         work()
     finally:
-        with without_noise():
+        with _without_noise():
             recording.stop()
-    return highest(_allocations(recording))
+    return recording
 
 
 def highest(changes: Iterable[int]) -> int:
@@ -71,7 +76,7 @@ def _allocations(recording: Any) -> list[int]:
 
 
 @contextmanager
-def without_noise() -> Iterator[None]:
+def _without_noise() -> Iterator[None]:
     """Hold back the profiler's own lines on file descriptor 2; anything else is passed on afterwards."""
     sys.stderr.flush()
     kept = os.dup(2)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from laneway.bench.rows import Report, Row
+from laneway.bench.stats import parts
 from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, interleave, ratio
 from laneway.bench.training import TrainingStep
@@ -98,9 +99,7 @@ def _row(options: PrecisionOptions, variant: str, dtype: str, step: TrainingStep
         "bf16_instructions": " ".join(bf16_instructions()) or "none",
         "parameters": step.parameters,
         **own.columns(),
-        "fp32_over": faster.value,
-        "fp32_over_low": faster.low,
-        "fp32_over_high": faster.high,
+        **faster.columns("fp32_over"),
         "loss": step.loss,
     }
 
@@ -127,9 +126,4 @@ def processor_line() -> str:
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """How many times longer a step takes in fp32 than under bf16 autocast, by residual."""
-    parts = (("value", ""), ("low", "_low"), ("high", "_high"))
-    return {
-        row["variant"]: {"fp32_over_bf16": {part: row[f"fp32_over{end}"] for part, end in parts}}
-        for row in rows
-        if row["dtype"] == "bf16"
-    }
+    return {row["variant"]: {"fp32_over_bf16": parts(row, "fp32_over")} for row in rows if row["dtype"] == "bf16"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +35,18 @@ class Interval:
         """A counted figure."""
         return cls(value, value, value)
 
+    def columns(self, name: str) -> dict[str, float]:
+        """As a row holds it: ``name``, ``name_low`` and ``name_high``; ``parts`` reads it back."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
     def as_json(self) -> dict[str, float | None]:
         """``value``, ``low`` and ``high``; what is no finite number as None, which JSON has and NaN it has not."""
         return {name: finite(getattr(self, name)) for name in ("value", "low", "high")}
+
+
+def parts(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """``value``, ``low`` and ``high`` of a figure that a row holds as ``Interval.columns`` made it."""
+    return {"value": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
 
 
 def finite(value: float) -> float | None:

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from laneway.bench.memory import peak_bytes, without_noise
+from laneway.bench.layer import ALLOCATORS
+from laneway.bench.memory import peak_bytes, recorded
 from laneway.bench.rows import Report, Row
+from laneway.bench.stats import parts
 from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, interleave, ratio
 from laneway.bench.training import TrainingStep
@@ -30,7 +31,6 @@ from laneway.train.config import PRECISIONS, TrainConfig
 from laneway.train.ranks import Ranks, ranks_of_run
 
 BASELINE = "residual"
-ALLOCATORS = ("default", "tuned")
 # name: what it is, in the model's configuration, the run's, and how its blocks are joined.
 VARIANTS: dict[str, dict[str, Any]] = {
     "residual": {"residual": "residual"},
@@ -147,9 +147,7 @@ def _row(
         "quick": int(options.quick),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         **own.columns(),
-        "over_residual": over.value,
-        "over_residual_low": over.low,
-        "over_residual_high": over.high,
+        **over.columns("over_residual"),
         "connections_ms": connections,
         "peak_bytes": peak_bytes(step, device),
     }
@@ -157,15 +155,7 @@ def _row(
 
 def connection_ms(step: Callable[[], object]) -> float:
     """Milliseconds inside laneway's ops, on the host, in one step."""
-    recording = profile(activities=[ProfilerActivity.CPU])
-    with without_noise():
-        recording.start()
-    try:
-        step()
-    finally:
-        with without_noise():
-            recording.stop()
-    events = [event for event in recording.events() or () if _own(event) and not _inside(event)]
+    events = [event for event in recorded(step).events() or () if _own(event) and not _inside(event)]
     return sum(event.time_range.elapsed_us() for event in events) / 1000
 
 
@@ -183,10 +173,9 @@ def _inside(event: Any) -> bool:
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """By dtype and variant: how many times longer a step takes than with plain residuals."""
-    parts = (("value", ""), ("low", "_low"), ("high", "_high"))
     summary: dict[str, Any] = {}
     for row in rows:
         if row["variant"] != BASELINE:
             entry = summary.setdefault(f"{row['dtype']} {row['threads']}t", {})
-            entry[f"{row['variant']}_over_residual"] = {part: row[f"over_residual{end}"] for part, end in parts}
+            entry[f"{row['variant']}_over_residual"] = parts(row, "over_residual")
     return summary

@@ -39,7 +39,7 @@ def convert_folder(source: Path, out: Path, streams: int = 4, manifold: str = "s
         raise InputError("out", str(out), "a path where nothing is yet")
     if not (source / "config.json").is_file():
         raise InputError("model", str(source), PLAIN, "it holds no config.json")
-    with _quiet():
+    with quiet_transformers():
         config, cls = config_and_class(source, "model", PLAIN)
         if hasattr(config, "laneway"):
             raise InputError("model", str(source), PLAIN, "it is converted already")
@@ -122,8 +122,12 @@ def _write(model: Any, source: Path, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and advice of transformers on stderr, which belongs to this command's own lines."""
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and advice of transformers on stderr, which belongs to a command's own lines.
+
+    Raises:
+        InputError: transformers is not installed.
+    """
     try:
         from transformers.utils import logging
     except ImportError as error:

@@ -48,6 +48,13 @@ class _Job:
     save: str | None
 
 
+def _job(bench: Any, options: Any, quick: bool, json: bool, save: str | None) -> _Job:
+    """A benchmark's module with its options, checked, and made quick where that was asked for."""
+    options.check()
+    chosen = bench.quick(options) if quick else options
+    return _Job(lambda progress: bench.run(chosen, progress), json, save)
+
+
 def _bare_save(args: Sequence[str]) -> list[str]:
     """``--save`` alone means the checkout's benchmarks/results; tyro wants a value."""
     found = list(args)
@@ -85,9 +92,7 @@ def _layer(
 
     shapes = tuple(map(_shape, shape)) or layer.SHAPES
     options = layer.LayerOptions(shapes, dtype, threads, compile, allocator, seconds)
-    options.check()
-    options = layer.quick(options) if quick else options
-    return _Job(lambda progress: layer.run(options, progress), json, save)
+    return _job(layer, options, quick, json, save)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -122,9 +127,7 @@ def _quality(
     from laneway.bench import quality
 
     options = quality.QualityOptions(variants=_names(variants), seeds=seeds, steps=steps, lr=lr, threads=threads)
-    options.check()
-    options = quality.quick(options) if quick else options
-    return _Job(lambda progress: quality.run(options, progress), json, save)
+    return _job(quality, options, quick, json, save)
 
 
 def _modalities(
@@ -152,9 +155,7 @@ def _modalities(
     from laneway.bench import modalities as bench
 
     options = bench.ModalityOptions(_names(modalities), _names(variants), seeds, steps, threads)
-    options.check()
-    options = bench.quick(options) if quick else options
-    return _Job(lambda progress: bench.run(options, progress), json, save)
+    return _job(bench, options, quick, json, save)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -186,9 +187,7 @@ def _precision(
     from laneway.bench import precision
 
     options = precision.PrecisionOptions(_names(variants), dim=dim, layers=layers, threads=threads, seconds=seconds)
-    options.check()
-    options = precision.quick(options) if quick else options
-    return _Job(lambda progress: precision.run(options, progress), json, save)
+    return _job(precision, options, quick, json, save)
 
 
 def _hf(
@@ -218,9 +217,7 @@ def _hf(
     from laneway.bench import hf
 
     options = hf.HFOptions(models=_names(models), dtypes=dtype, dim=dim, layers=layers, time=time, threads=threads)
-    options.check()
-    options = hf.quick(options) if quick else options
-    return _Job(lambda progress: hf.run(options, progress), json, save)
+    return _job(hf, options, quick, json, save)
 
 
 def _convert(
@@ -253,9 +250,7 @@ def _convert(
 
     given = {"seeds": seeds, "pretrain_steps": pretrain_steps, "steps": steps, "streams": streams, "threads": threads}
     options = convert.ConvertOptions(**given, lr=lr, lr_maps=lr_maps)
-    options.check()
-    options = convert.quick(options) if quick else options
-    return _Job(lambda progress: convert.run(options, progress), json, save)
+    return _job(convert, options, quick, json, save)
 
 
 def _lora(
@@ -284,9 +279,7 @@ def _lora(
 
     names = tuple(name.strip() for name in cases.split(",") if name.strip())
     options = lora.LoRAOptions(cases=names, held_out=held_out, seeds=seeds, steps=steps, threads=threads)
-    options.check()
-    options = lora.quick(options) if quick else options
-    return _Job(lambda progress: lora.run(options, progress), json, save)
+    return _job(lora, options, quick, json, save)
 
 
 def _step(
@@ -323,9 +316,7 @@ def _step(
 
     sizes = {"layers": layers, "dim": dim, "context": context, "batch_size": batch_size, "threads": threads}
     options = step.StepOptions(_names(variants), dtype, **sizes, allocator=allocator, seconds=seconds)
-    options.check()
-    options = step.quick(options) if quick else options
-    return _Job(lambda progress: step.run(options, progress), json, save)
+    return _job(step, options, quick, json, save)
 
 
 COMMANDS = {

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from laneway.connections import reference
+from laneway.connections.kernels import cpu, triton
 from laneway.core import LanewayError, choice
 
 NAMES = ("auto", "torch", "cpu", "triton")
 _MODULES = {"torch": "kernels.plain", "cpu": "kernels.cpu.backend", "triton": "kernels.triton.backend"}
-LARGEST = {"cpu": 16, "triton": 8}  # streams
+_LARGEST = {"cpu": cpu.LARGEST, "triton": triton.LARGEST}  # streams
 _log = logging.getLogger("laneway")
 _asked: ContextVar[str | None] = ContextVar("laneway_backend", default=None)
 _ready: dict[str, ModuleType] = {}
@@ -90,8 +91,8 @@ def _unsuited(name: str, x: Tensor, f: Tensor | None) -> str | None:
         return f"the streams are {x.dtype}; served: float32, bfloat16"
     if f is not None and f.dtype != x.dtype:
         return f"the sub-layer's output is {f.dtype}, the streams {x.dtype}"
-    if x.shape[-2] > LARGEST[name]:
-        return f"{x.shape[-2]} streams; served: up to {LARGEST[name]}"
+    if x.shape[-2] > _LARGEST[name]:
+        return f"{x.shape[-2]} streams; served: up to {_LARGEST[name]}"
     return None
 
 

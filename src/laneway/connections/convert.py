@@ -7,9 +7,7 @@ docs/start.md: the same logits, and a gradient in every map. docs/convert.md tel
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -109,7 +107,7 @@ def convert(
     asked = Streams(streams, manifold, iterations, cap, eps, norm_eps)
     layers = plain_layers(family, trunk)
     names, dim = family.sites(trunk.config), trunk.config.hidden_size
-    with _wide_on_cpu():
+    with torch.device("cpu"):  # real maps, also where the default device is meta
         sites = [[asked.site(dim, len(names) * i + k) for k in range(len(names))] for i in range(len(layers))]
         readout = asked.readout(dim)
     for layer, row in zip(layers, sites, strict=True):
@@ -171,7 +169,7 @@ def is_converted(model: nn.Module) -> bool:
 def at_start(module: WideParameters) -> bool:
     """Whether a site or read-out has exactly the parameters that ``reset_parameters`` gives."""
     fresh: Any = copy.deepcopy(module).cpu()
-    with _wide_on_cpu():
+    with torch.device("cpu"):
         fresh.reset_parameters()
     return all(torch.equal(a.cpu(), b) for a, b in zip(module.parameters(), fresh.parameters(), strict=True))
 
@@ -190,18 +188,6 @@ def plain_layers(family: Family, trunk: Any) -> list[Any]:
             hint = "convert first, then dispatch or wrap; a saved one loads with laneway.load_converted(path, device_map=…)"
             raise InputError("model", f"{plain.__name__} with a wrapped forward", "layers that nothing has wrapped", hint)
     return layers
-
-
-@contextlib.contextmanager
-def _wide_on_cpu() -> Iterator[None]:
-    """Build real fp32 maps, also where the caller's default dtype is narrow or its default device is meta."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _beside(module: Wide, neighbour: nn.Module) -> Wide:

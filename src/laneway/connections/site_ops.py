@@ -249,6 +249,21 @@ def _again(
     return found[: len(leaves)], found[len(leaves) :]
 
 
+def _reference_site(options: Sequence[float]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """What a pre's backward is the derivative of: h, the maps, and the part of post that is linear in x, H_res x."""
+
+    def function(x, carried, fn, base, scale, maps):
+        h, own = _reference_pre(x, carried, fn, base, scale, *options)
+        return h, own, _reference_post(x, torch.zeros_like(h), maps)
+
+    return function
+
+
+def _of_post(ggmaps: Tensor | None, n: int) -> Tensor | None:
+    """Post has no gradient for H_pre: its part of the maps' gradient is a constant zero."""
+    return None if ggmaps is None else torch.cat([torch.zeros_like(ggmaps[:, :n]), ggmaps[:, n:]], dim=1)
+
+
 def _pre_backward_setup(ctx, inputs, output) -> None:
     x, gy, gh, gmaps, carried, fn, base, scale, maps, _, _, *ctx.options = inputs
     ctx.set_materialize_grads(False)
@@ -256,18 +271,11 @@ def _pre_backward_setup(ctx, inputs, output) -> None:
 
 
 def _pre_backward_vjp(ctx, ggx, *gg):
-    """x's gradient holds H_resᵀ gy too, so the function differentiated is pre and the linear part of post together."""
-    x, gy, gh, gmaps, carried, fn, base, scale, maps = ctx.saved_tensors
+    x, gy, gh, gmaps, *rest = ctx.saved_tensors
     *ggp, ggcarried = gg
-
-    def function(x, carried, fn, base, scale, maps):
-        h, own = _reference_pre(x, carried, fn, base, scale, *ctx.options)
-        return h, own, _reference_post(x, torch.zeros_like(h), maps)
-
-    inputs, seeds = (x, carried, fn, base, scale, maps), (gh, gmaps, gy)
-    first, second = _again(function, inputs, seeds, (ggx, ggcarried, *ggp, None))
-    (dx, dcarried, dfn, dbase, dscale, dmaps), (dgh, dgmaps, dgy) = first, second
-    return dx, dgy, dgh, dgmaps, dcarried, dfn, dbase, dscale, dmaps, None, None, None, None, None, None
+    wanted = (ggx, ggcarried, *ggp, None)
+    (dx, *drest), (dgh, dgmaps, dgy) = _again(_reference_site(ctx.options), (x, *rest), (gh, gmaps, gy), wanted)
+    return dx, dgy, dgh, dgmaps, *drest, None, None, None, None, None, None
 
 
 mhc_pre_backward.register_autograd(_pre_backward_vjp, setup_context=_pre_backward_setup)
@@ -280,11 +288,14 @@ def _post_backward_setup(ctx, inputs, output) -> None:
 
 def _post_backward_vjp(ctx, ggf, ggmaps):
     gy, x, f, maps = ctx.saved_tensors
-    if ggmaps is not None:
-        n = x.shape[-2]
-        ggmaps = torch.cat([torch.zeros_like(ggmaps[:, :n]), ggmaps[:, n:]], dim=1)
-    (dx, df, dmaps), (dgy,) = _again(lambda x, f, maps: (_reference_post(x, f, maps),), (x, f, maps), (gy,), (None, ggf, ggmaps))
-    return dgy, dx, df, dmaps
+    return _post_again(x, f, maps, gy, ggf, ggmaps)
+
+
+def _post_again(x: Tensor, f: Tensor, maps: Tensor, gy: Tensor, ggf: Tensor | None, ggmaps: Tensor | None):
+    """Gradients of gy, x, f and maps, given those of gf and gmaps."""
+    wanted = (None, ggf, _of_post(ggmaps, x.shape[-2]))
+    first, (dgy,) = _again(lambda *inputs: (_reference_post(*inputs),), (x, f, maps), (gy,), wanted)
+    return dgy, *first
 
 
 mhc_post_backward.register_autograd(_post_backward_vjp, setup_context=_post_backward_setup)
@@ -292,45 +303,20 @@ mhc_post_backward.register_autograd(_post_backward_vjp, setup_context=_post_back
 
 def _cross_backward_setup(ctx, inputs, output) -> None:
     gnext, gy, gh, gmaps, x, f, maps, y, carried, fn, base, scale, next_maps, _, _, *ctx.options = inputs
+    ctx.has_gy = gy is not None
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gnext, gy, gh, gmaps, x, f, maps, y, carried, fn, base, scale, next_maps)
+    ctx.save_for_backward(gnext, gh, gmaps, x, f, maps, output[0], y, carried, fn, base, scale, next_maps)
 
 
 def _cross_backward_vjp(ctx, ggg, ggf, ggmaps, *gg):
     """g, the gradient of y, is handed on; f's and the maps' gradients depend on it: chain the two halves by hand."""
-    gnext, gy, gh, gmaps, x, f, maps, y, carried, fn, base, scale, next_maps = ctx.saved_tensors
+    gnext, gh, gmaps, x, f, maps, g, *site = ctx.saved_tensors
     *ggp, ggcarried = gg
-    with torch.no_grad():
-        g = mhc_pre_backward(
-            y, gnext, gh, gmaps, carried, fn, base, scale, next_maps, *_projection(y, fn, ctx.options[0]), *ctx.options
-        )[0]
-        g = g if gy is None else g + gy
-
-    def post(x, f, maps):
-        return (_reference_post(x, f, maps),)
-
-    (dx, df, dmaps), (dg,) = _again(post, (x, f, maps), (g,), (None, ggf, _without_pre(ggmaps, x.shape[-2])))
+    dg, dx, df, dmaps = _post_again(x, f, maps, g, ggf, ggmaps)
     total = dg if ggg is None else ggg if dg is None else dg + ggg
-
-    def pre(y, carried, fn, base, scale, next_maps):
-        h, own = _reference_pre(y, carried, fn, base, scale, *ctx.options)
-        return h, own, _reference_post(y, torch.zeros_like(h), next_maps)
-
-    inputs, seeds = (y, carried, fn, base, scale, next_maps), (gh, gmaps, gnext)
-    (dy, dcarried, dfn, dbase, dscale, dnext), (dgh, dgmaps, dgnext) = _again(pre, inputs, seeds, (total, ggcarried, *ggp, None))
-    dgy = None if gy is None else total
-    return dgnext, dgy, dgh, dgmaps, dx, df, dmaps, dy, dcarried, dfn, dbase, dscale, dnext, *[None] * 6
-
-
-def _without_pre(ggmaps: Tensor | None, n: int) -> Tensor | None:
-    return None if ggmaps is None else torch.cat([torch.zeros_like(ggmaps[:, :n]), ggmaps[:, n:]], dim=1)
-
-
-def _projection(x: Tensor, fn: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
-    """z and r once more."""
-    flat = _flat(x, 2).flatten(1).to(compute_dtype(x.dtype))
-    r = (flat.square().mean(1) + norm_eps).rsqrt()
-    return (flat @ fn.to(flat.dtype).t()) * r[:, None], r
+    wanted = (total, ggcarried, *ggp, None)
+    dsite, (dgh, dgmaps, dgnext) = _again(_reference_site(ctx.options), site, (gh, gmaps, gnext), wanted)
+    return dgnext, total if ctx.has_gy else None, dgh, dgmaps, dx, df, dmaps, *dsite, *[None] * 6
 
 
 mhc_cross_backward.register_autograd(_cross_backward_vjp, setup_context=_cross_backward_setup)

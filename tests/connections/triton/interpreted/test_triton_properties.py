@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import Case, case, error, finished_maps, maps
 
-from laneway.connections.kernels.triton import backend, sinkhorn
+from laneway.connections.kernels.triton import LARGEST, backend
 from laneway.core import InputError
 
 SHORT = {"iterations": 2}
@@ -129,5 +129,5 @@ def test_what_has_no_kernel_is_refused():
     c = case(2, 4, 16)
     with pytest.raises(InputError, match=r"dtype: got torch.float16; accepted: torch.float32 or torch.bfloat16"):
         backend.post(c.x.half(), c.f.half(), finished_maps(2, 4))
-    with pytest.raises(InputError, match=rf"streams: got 9; accepted: 1 … {sinkhorn.LARGEST}"):
+    with pytest.raises(InputError, match=rf"streams: got 9; accepted: 1 … {LARGEST}"):
         backend.post(torch.zeros(2, 9, 16), c.f, finished_maps(2, 9))

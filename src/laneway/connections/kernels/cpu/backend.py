@@ -1,6 +1,7 @@
 """The compiled kernels as functions of tensors, one to one with the other backends of a site.
 
-Streams are fp32 or bf16 on the CPU, flat and contiguous, n ≤ ``LARGEST``; kernels/__init__.py says what each function computes.
+Streams are fp32 or bf16 on the CPU, flat and contiguous, up to ``kernels.cpu.LARGEST`` of them; kernels/__init__.py says what
+each function computes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ import torch
 from torch import Tensor
 
 from laneway.connections.kernels.cpu import build
-
-LARGEST = 16  # streams; as in sinkhorn.h
-DTYPES = (torch.float32, torch.bfloat16)
 
 _SHAPE = [c_int, c_int64, c_int, c_int64, c_int]  # bf16?, tokens, n, C, threads
 _SIGNATURES = {

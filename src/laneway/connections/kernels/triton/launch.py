@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from laneway.connections.kernels.triton import sinkhorn
+from laneway.connections.kernels.triton import LARGEST
 from laneway.core import InputError
 
 SPAN = 512  # columns of every stream for one program: partial sums cost 2 · 4 (m + 1) / SPAN bytes a token and column
@@ -41,8 +41,8 @@ class Site:
         if x.dtype not in (torch.float32, torch.bfloat16):
             raise InputError("dtype", x.dtype, "torch.float32 or torch.bfloat16", "the Triton kernels have no other")
         tokens, n, width = x.shape
-        if not 1 <= n <= sinkhorn.LARGEST:
-            raise InputError("streams", n, f"1 … {sinkhorn.LARGEST}", "the Triton kernels hold a token's matrix in registers")
+        if not 1 <= n <= LARGEST:
+            raise InputError("streams", n, f"1 … {LARGEST}", "the Triton kernels hold a token's matrix in registers")
         return Site(tokens, n, width, x.dtype, x.device)
 
     @property

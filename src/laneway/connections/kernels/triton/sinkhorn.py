@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LARGEST = 8  # streams: n² registers for the matrix alone
 SEGMENT = tl.constexpr(10)  # 8¹⁰ and its square are well inside fp32
 
 

@@ -19,7 +19,9 @@ from laneway.connections.kernels.triton.sinkhorn_backward import balance_backwar
 
 @triton.jit
 def _sigmoid(v):
-    return 1.0 / (1.0 + tl.exp(-v))
+    """By exp of what is never positive, so that no logit overflows."""
+    e = tl.exp(-tl.abs(v))
+    return tl.where(v < 0.0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit

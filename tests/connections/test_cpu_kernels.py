@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from cases import error, rms_error
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from site_cases import Case
 
@@ -28,6 +28,7 @@ def _loaded():
     backend.load()
 
 
+@example(74, 1, 1, 1, 0.0, 0.0, 1, False, 4.0)  # every gate is near one
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(0, 2**31 - 1),

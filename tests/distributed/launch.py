@@ -13,7 +13,8 @@ CURVES = str(Path(__file__).with_name("curves.py"))
 def torchrun(ranks: int, *command: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run ``command`` (a script or ``-m module``) on ``ranks`` processes with one thread each."""
     full = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     done = subprocess.run(full, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert not check or done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    said = done.stderr.split('Traceback (most recent call last):\n  File "<frozen runpy>"')[0]  # then torchrun speaks of itself
+    assert not check or done.returncode == 0, f"{done.stdout[-2000:]}\n{said[-6000:]}\n{done.stderr[-600:]}"
     return done

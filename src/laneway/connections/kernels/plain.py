@@ -75,10 +75,13 @@ def _finish_backward(gmaps, z, base, scale, n: int, eps: float, cap: float, iter
     factor = torch.cat([part.expand(width) for part, width in zip(scale.to(z.dtype), widths, strict=True)])
     h_pre, h_post, res = torch.addcmul(base.to(z.dtype), z, factor).split(widths, dim=1)
     gpre, gpost, gres = gmaps.split(widths, dim=1)
-    capped = torch.tanh(res / cap) if cap else None
-    used = res if capped is None else capped * cap
+    used = torch.tanh(res / cap) * cap if cap else res
     gres = sinkhorn.backward(gres.unflatten(1, (n, n)), used, n, iterations, eps)
-    if capped is not None:
-        gres = gres * (1 - capped * capped)
-    pre, post = torch.sigmoid(h_pre), torch.sigmoid(h_post)
-    return torch.cat([gpre * pre * (1 - pre), 2 * gpost * post * (1 - post), gres], dim=1)
+    if cap:
+        gres = gres * 4 * _sigmoid_slope(2 / cap * res)
+    return torch.cat([gpre * _sigmoid_slope(h_pre), 2 * gpost * _sigmoid_slope(h_post), gres], dim=1)
+
+
+def _sigmoid_slope(h: Tensor) -> Tensor:
+    """Its derivative, not as a (1 − a): that loses all digits where a is near one."""
+    return torch.sigmoid(h) * torch.sigmoid(-h)

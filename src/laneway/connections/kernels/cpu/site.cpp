@@ -107,7 +107,7 @@ NOINLINE void finish_backward(const Site& s, const Parameters& w, const float* g
                               const float* r, int count, float* gz, int width, float* along_x, double* sums) {
   const int n = NS ? NS : s.n, m = n * (n + 2);
   Sinkhorn sinkhorn(n, s.iterations, s.eps);
-  vf logits[LARGEST * (LARGEST + 2)], raw[LARGEST * LARGEST], g[LARGEST * (LARGEST + 2)], zs[LARGEST * (LARGEST + 2)];
+  vf logits[LARGEST * (LARGEST + 2)], slope[LARGEST * LARGEST], g[LARGEST * (LARGEST + 2)], zs[LARGEST * (LARGEST + 2)];
   for (int t0 = 0; t0 < count; t0 += W) {
     const int lanes = std::min(W, count - t0);
     const vf rv = load_part(r + t0, lanes);
@@ -121,18 +121,16 @@ NOINLINE void finish_backward(const Site& s, const Parameters& w, const float* g
       zs[q] = load(zc), g[q] = load(gc);
       logits[q] = zs[q] * w.scale[q < n ? 0 : q < 2 * n ? 1 : 2] + w.base[q];
     }
-    for (int q = 0; q < 2 * n; q++) {
-      const vf a = vsigmoid(logits[q]);
-      g[q] *= (q < n ? 1.0f : 2.0f) * a * (1.0f - a);
-    }
-    for (int q = 2 * n; q < m; q++) {
-      raw[q - 2 * n] = s.cap > 0.0f ? vtanh(logits[q] / s.cap) : splat(0.0f);
-      if (s.cap > 0.0f) logits[q] = s.cap * raw[q - 2 * n];
-    }
+    for (int q = 0; q < 2 * n; q++) g[q] *= (q < n ? 1.0f : 2.0f) * vsigmoid_slope(logits[q]);
+    if (s.cap > 0.0f)
+      for (int q = 2 * n; q < m; q++) {
+        slope[q - 2 * n] = vtanh_slope(logits[q] / s.cap);
+        logits[q] = s.cap * vtanh(logits[q] / s.cap);
+      }
     sinkhorn.backward(logits + 2 * n, g + 2 * n);
     vf along = splat(0.0f);
     for (int q = 0; q < m; q++) {
-      if (q >= 2 * n && s.cap > 0.0f) g[q] *= 1.0f - raw[q - 2 * n] * raw[q - 2 * n];
+      if (q >= 2 * n && s.cap > 0.0f) g[q] *= slope[q - 2 * n];
       float gc[W], zc[W];
       store(gc, g[q]), store(zc, zs[q]);
       for (int t = 0; t < lanes; t++) sums[q] += gc[t], sums[m + q] += double(gc[t]) * zc[t];

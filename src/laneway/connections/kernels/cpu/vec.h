@@ -120,6 +120,12 @@ INLINE vf vlog(vf x) {
 
 INLINE vf vsigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
 
+// Its derivative, not as a (1 - a): that loses all digits where a is near one.
+INLINE vf vsigmoid_slope(vf x) {
+  const vf e = vexp(x < 0.0f ? x : -x);
+  return e / ((1.0f + e) * (1.0f + e));
+}
+
 // tanh: an odd polynomial near zero, through exp elsewhere (Cephes' tanhf).
 INLINE vf vtanh(vf x) {
   const vf z = x * x;
@@ -133,3 +139,6 @@ INLINE vf vtanh(vf x) {
   const vf far = 1.0f - 2.0f / (vexp(2.0f * a) + 1.0f);
   return a < 0.625f ? near : (x < 0.0f ? -far : far);
 }
+
+// Its derivative; as 1 - tanh² it would lose all digits where tanh is near one.
+INLINE vf vtanh_slope(vf x) { return 4.0f * vsigmoid_slope(2.0f * x); }

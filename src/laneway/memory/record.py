@@ -30,6 +30,7 @@ class Recorder:
         self.block: int | None = None
         self._inputs: dict[int, set[int]] = {}  # storages that are a block's arguments
         self._other = 0
+        self._aside = 0.0
         meter.reset_peak()
         self._since = self._now()
 
@@ -55,11 +56,11 @@ class Recorder:
     def aside(self) -> Generator[None]:
         """What is done here is none of the pass: its time and bytes don't count."""
         self._look()
-        start = self._now()
+        start = self.clock.now()
         try:
             yield
         finally:
-            self._since += self._now() - start
+            self._aside += self.clock.now() - start
             self.meter.reset_peak()
 
     def enter_block(self, number: int, name: str, storages: set[int]) -> float:
@@ -103,4 +104,4 @@ class Recorder:
 
     def _now(self) -> float:
         account = self.books.account
-        return self.clock.now() - account.stall - account.recompute
+        return self.clock.now() - account.stall - account.recompute - self._aside

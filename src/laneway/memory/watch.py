@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from laneway.memory.activations import Activations
-from laneway.memory.extents import key_of, plain
+from laneway.memory.extents import key_of, plain, version_of
 from laneway.memory.record import Recorder
 
 
@@ -40,17 +40,19 @@ class Watch:
     def record(self, recorder: Recorder) -> None:
         """Note recipes and blocks of the pass that begins."""
         for name, leaf in self._leaves():
-            self._handles.append(leaf.register_forward_hook(_Leaf(name, self.activations, recorder), with_kwargs=True))
+            hook = _Leaf(name, self.activations, recorder)
+            self._handles.append(leaf.register_forward_pre_hook(hook.begin))
+            self._handles.append(leaf.register_forward_hook(hook.end, with_kwargs=True))
         for number, (name, block) in enumerate(self.blocks):
-            hook = _Block(number, name, recorder)
-            self._handles.append(block.register_forward_pre_hook(hook.begin, with_kwargs=True))
-            self._handles.append(block.register_forward_hook(hook.end))
+            around = _Block(number, name, recorder)
+            self._handles.append(block.register_forward_pre_hook(around.begin, with_kwargs=True))
+            self._handles.append(block.register_forward_hook(around.end))
 
     def follow(self, recomputed: Collection[str], checkpointed: Iterable[int]) -> None:
         """Note the recipes of these modules, and checkpoint these blocks."""
         for name, leaf in self._leaves():
             if name in recomputed:
-                self._handles.append(leaf.register_forward_hook(_Leaf(name, self.activations, None), with_kwargs=True))
+                self._handles.append(leaf.register_forward_hook(_Leaf(name, self.activations, None).end, with_kwargs=True))
         for number in checkpointed:
             self._checkpoint(self.blocks[number][1])
 
@@ -84,50 +86,57 @@ class Watch:
 
 
 class _Leaf:
-    """After a leaf module: note how its output can be made again. While recording also try it: same bits, no side effects."""
+    """Around a leaf module: note how its output can be made again.
+
+    While recording, also whether it can: its forward pass must leave the module and the generators as they were, and a second one
+    must give the same bits.
+    """
 
     def __init__(self, name: str, activations: Activations, recorder: Recorder | None) -> None:
         self.name, self.activations, self.recorder = name, activations, recorder
+        self._before: list[Any] = []
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before its forward pass."""
+        if torch.is_grad_enabled():
+            self._before = _state(module, self.activations.device)
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """After it."""
         if not torch.is_grad_enabled() or kwargs or not isinstance(output, Tensor) or not plain(output):
             return
         if output.untyped_storage().nbytes() < self.activations.min_bytes or output.device != self.activations.device:
             return
         keys = {key_of(given) for given in args if isinstance(given, Tensor) and plain(given)}
-        if key_of(output) in keys:
+        if key_of(output) in keys or (self.recorder is not None and self._before != _state(module, self.activations.device)):
             return
         recipe = self.activations.recipe(self.name, module, args, output)
-        if recipe is None or self.recorder is None:
-            return
-        with self.recorder.aside():
-            recipe.seconds = self._tried(module, args, output)
+        if recipe is not None and self.recorder is not None:
+            with self.recorder.aside():
+                recipe.seconds = self._tried(module, args, output)
 
     def _tried(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> float | None:
-        """Seconds that making the output again took; None where it came out otherwise or touched what it must not."""
+        """Seconds that making the output again took; None where it came out otherwise."""
         assert self.recorder is not None
-        buffers = [(buffer, buffer._version) for buffer in module.buffers()]
-        generator = _generator_states(output.device)
         start = self.recorder.clock.now()
-        try:
-            with torch.no_grad():
-                again = module.forward(*args)
-            self.recorder.settle()
-        except Exception:  # whatever it is, the module does not work twice: it is not computed again
-            return None
+        with torch.no_grad():
+            again = module.forward(*args)
+        self.recorder.settle()
         seconds = self.recorder.clock.now() - start
         same = isinstance(again, Tensor) and again.untyped_storage().nbytes() == output.untyped_storage().nbytes()
-        same = same and again.stride() == output.stride() and torch.equal(again, output)
-        untouched = all(buffer._version == version for buffer, version in buffers)
-        undrawn = all(torch.equal(a, b) for a, b in zip(generator, _generator_states(output.device), strict=True))
-        return seconds if same and untouched and undrawn else None
+        return seconds if same and again.stride() == output.stride() and torch.equal(again, output) else None
 
 
-def _generator_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
+def _state(module: nn.Module, device: torch.device) -> list[Any]:
+    """What a forward pass with side effects would change: attributes, contents of containers, buffers, generators."""
+    found: list[Any] = [torch.get_rng_state().numpy().tobytes()]
     if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
+        found.append(torch.get_device_module(device).get_rng_state(device).numpy().tobytes())
+    held = {**module.__dict__, **module._buffers, **module._parameters}
+    for name, value in held.items():
+        size = len(value) if isinstance(value, list | dict | set) else None
+        found.append((name, id(value), size, version_of(value) if isinstance(value, Tensor) else None))
+    return found
 
 
 class _Block:

@@ -128,6 +128,11 @@ class PassProfile:
             resident += self._change(event)
         return found
 
+    def shifted(self, nbytes: int) -> PassProfile:
+        """The same pass with ``nbytes`` more on the device throughout, such as optimizer state that was made since."""
+        events = [replace(event, other=event.other + nbytes) for event in self.events]
+        return replace(self, events=events, static=self.static + nbytes)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return asdict(self)

@@ -186,24 +186,23 @@ def resident_memory():
 
 
 def threads(count, rounds):
-    """Allocations of all sizes in several threads under a limit, some freed by another thread; → bytes that are left."""
-    base, wrong, shared = a.live, [], [[] for _ in range(count)]
-    a.limit(base + (64 << 20))
+    """Allocations of all sizes in several threads under a limit that they reach, many freed by another thread than made them."""
+    base, refused, wrong, shared, limit = a.live, a.refused, [], [[] for _ in range(count)], 4 << 20
+    a.limit(base + limit)
+    a.reset_peak()
 
     def work(index):
         draw = random.Random(index)
         for _ in range(rounds):
-            size = draw.choice([8, 500, 40_000, 65536, 200_000])
-            t = block(size).fill_(index)
+            pile = shared[draw.randrange(count)]
+            try:
+                t = block(draw.choice([8, 500, 40_000, 65536, 200_000])).fill_(index)
+            except torch.OutOfMemoryError:
+                pile.clear()
+                continue
             if int(t[-1]) != index or int(t[0]) != index:
                 wrong.append(index)
-            pile = shared[draw.randrange(count)]
             pile.append(t)
-            while len(pile) > 8:
-                try:
-                    pile.pop(0)
-                except IndexError:
-                    break
 
     running = [threading.Thread(target=work, args=(i,)) for i in range(count)]
     for thread in running:
@@ -213,19 +212,25 @@ def threads(count, rounds):
     peak = a.peak - base
     shared.clear()
     a.limit(None)
-    return {"wrong": wrong, "left": a.live - base, "peak over the limit": peak > 64 << 20}
+    return {"wrong": wrong, "left": a.live - base, "peak": peak, "limit": limit, "refused": a.refused - refused}
 
 
 def forks(times):
-    """Children forked while another thread allocates; each must be able to allocate too. → their exit codes."""
-    stop, codes = threading.Event(), []
-    a.record(1000)
+    """Children forked while another thread is inside the allocator, most of the time with a lock of it held.
 
-    def allocate():
+    Each child must be able to allocate too. → their exit codes.
+    """
+    stop, codes, events = threading.Event(), [], 100_000
+    a.record(events)
+    for _ in range(events // 2):
+        block(100)
+    seconds, nbytes = (ctypes.c_double * events)(), (ctypes.c_int64 * events)()
+
+    def read_the_log():
         while not stop.is_set():
-            block(65536), block(100)
+            a._functions["events"](seconds, nbytes, events)
 
-    thread = threading.Thread(target=allocate)
+    thread = threading.Thread(target=read_the_log)
     thread.start()
     try:
         for _ in range(times):
@@ -233,10 +238,11 @@ def forks(times):
             if not child:
                 signal.alarm(10)
                 for size in (10, 65536, 100_000):
-                    for _ in range(64):
-                        block(size)
+                    block(size)
                 os._exit(0)
             codes.append(os.waitpid(child, 0)[1])
+            if codes[-1]:
+                break
     finally:
         stop.set()
         thread.join()

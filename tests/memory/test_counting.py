@@ -135,11 +135,14 @@ def test_the_cache_keeps_blocks_until_it_is_emptied(process):
 
 def test_threads(process):
     facts = process("threads", 6, 1500)
-    assert facts == {"wrong": [], "left": 0, "peak over the limit": False}
+    assert facts["wrong"] == []
+    assert facts["left"] == 0
+    assert facts["refused"] > 50
+    assert 0.9 * facts["limit"] < facts["peak"] <= facts["limit"]
 
 
 def test_a_forked_child_allocates_whatever_other_threads_did(process):
-    assert set(process("forks", 40)) == {0}
+    assert set(process("forks", 15)) == {0}
 
 
 def test_the_log_holds_the_newest_events(process):

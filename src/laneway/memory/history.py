@@ -26,7 +26,7 @@ class History:
         self.peaks: deque[int] = deque(maxlen=WINDOW)
 
     def next_steps(self, first: int, last: int) -> list[Prediction]:
-        """Each of the steps ``first`` … ``last`` from now, 1 being the very next: median, 5 % and 95 % quantiles of the window."""
+        """Each of the steps ``first`` … ``last`` from now (1: the very next): the window's median, 5 % and 95 % quantiles."""
         ahead = np.arange(first, last + 1)
         return self._quantiles(np.array(self.peaks, dtype=float), ahead, run=1) if len(ahead) else []
 

@@ -17,6 +17,7 @@ from laneway.sizes import (
     BYTES_ACCEPTED,
     DEFAULT_HOST_BUFFER_RATIO,
     LARGEST_HOST_BUFFER_RATIO,
+    budget_bytes,
     check_host_buffer,
     parse_bytes,
     parse_fraction,
@@ -27,7 +28,6 @@ __all__ = ["VARIABLES", "MemoryConfig", "check_host_buffer", "from_environment",
 POLICIES = ("cost_aware", "lru", "fifo")
 TIERS = ("auto", "host", "disk")
 SOLVERS = ("greedy", "milp")
-AUTO_BUDGET = 0.82
 
 VARIABLES = {
     "budget": "MHC_MEMORY_BUDGET",
@@ -104,15 +104,7 @@ class MemoryConfig:
         Raises:
             InputError: not a budget, or more than the capacity.
         """
-        if not self.on:
-            return None
-        if self.budget == "auto":
-            return int(AUTO_BUDGET * capacity)
-        _check_budget("memory.budget", self.budget)
-        wanted = parse_bytes("memory.budget", self.budget)
-        if wanted > capacity:
-            raise InputError("memory.budget", self.budget, f"at most what the device holds, {capacity} bytes, or auto")
-        return wanted
+        return budget_bytes("memory.budget", self.budget, capacity) if self.on else None
 
     def host_buffer_bytes(self, host_bytes: int) -> int:
         """Most bytes that the host tier may take on a host with ``host_bytes`` of memory."""

@@ -112,8 +112,8 @@ class Forecaster:
         if not self.history.peaks:
             return None
         known = [prediction for signature in upcoming[: self.horizon] if (prediction := self.model.predict(signature))]
-        rest = range(len(known) + 1, self.horizon + 1)
-        peaks = (*known, *(self.history.next_step(ahead) for ahead in rest))
+        rest = self.history.next_steps(len(known) + 1, self.horizon)
+        peaks = (*known, *rest)
         highest = max(known, key=lambda prediction: prediction.high, default=None)
         if rest:
             past = self.history.highest()

@@ -28,6 +28,7 @@ __all__ = ["VARIABLES", "MemoryConfig", "check_host_buffer", "from_environment",
 POLICIES = ("cost_aware", "lru", "fifo")
 TIERS = ("auto", "host", "disk")
 SOLVERS = ("greedy", "milp")
+OPTIMIZER_STATES = ("device", "streamed")
 
 VARIABLES = {
     "budget": "MHC_MEMORY_BUDGET",
@@ -40,6 +41,7 @@ VARIABLES = {
     "collective_reservation": "MHC_COLLECTIVE_RESERVATION",
     "solver": "MHC_PLAN_SOLVER",
     "min_bytes": "MHC_MIN_SWAP_BYTES",
+    "optimizer_state": "MHC_OPTIMIZER_STATE",
 }
 
 
@@ -47,8 +49,8 @@ VARIABLES = {
 class MemoryConfig:
     """What may lie where, and how much may move. With the budget at its default, off, nothing is managed."""
 
-    budget: str | int = ""
-    """Device memory to stay within: empty (off) | auto (82 % of the capacity) | bytes, such as 1.5GiB, 800MB or an integer."""
+    budget: str = ""
+    """Device memory to stay within: empty (off) | auto (82 % of the capacity) | bytes, such as 1.5GiB, 800MB or 1073741824."""
     policy: str = "cost_aware"
     """Who is moved out first: cost_aware | lru | fifo"""
     tier: str = "auto"
@@ -67,6 +69,8 @@ class MemoryConfig:
     """How a plan is found: greedy | milp"""
     min_bytes: int = 64 << 10
     """Smaller tensors are never moved."""
+    optimizer_state: str = "device"
+    """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
 
     def problems(self, prefix: str = "memory") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
@@ -85,6 +89,7 @@ class MemoryConfig:
             lambda: _check_fraction(name("collective_reservation"), self.collective_reservation, 1.0),
             lambda: choice(name("solver"), self.solver, SOLVERS),
             lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
+            lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
         ]
         return collect(checks)
 
@@ -148,6 +153,8 @@ def resolve(
             close = nearest(name, known)
             accepted = "one of the fields " + ", ".join(known)
             raise InputError(f"memory.{name}", given[name], accepted, close and f"did you mean {close!r}?")
+    if isinstance(given.get("budget"), int):
+        given["budget"] = str(given["budget"])
     config = MemoryConfig(**given)
     config.check()
     return config

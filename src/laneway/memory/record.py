@@ -72,10 +72,14 @@ class Recorder:
         self.block = number
         return self._now()
 
-    def leave_block(self, number: int, began: float) -> None:
-        """A block ends."""
+    def leave_block(self, number: int, began: float, usable: bool) -> None:
+        """A block ends; ``usable``: it may be checkpointed."""
         self.profile.blocks[number].seconds = self._now() - began
         self.block = None
+        if not usable:
+            for entry in self.profile.entries:
+                if entry.block == number:
+                    entry.block = None
 
     def _new(self, entry: Entry) -> None:
         recipe = entry.body.recipe

@@ -12,10 +12,12 @@ import json
 import mmap
 import os
 import random
+import resource
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -173,6 +175,24 @@ def cache():
     t = block(1_000_000).fill_(3)
     facts["usable"] = int(t.sum())
     return facts
+
+
+def cache_gives_way():
+    """Address space for 128 MiB more, of which the cache holds 96: → whether 112 MiB are still to be had, and what is cached."""
+    a.empty_cache()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    space = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (space + (128 << 20), before[1]))
+    try:
+        t = block(96 << 20)
+        del t
+        cached = a.cached
+        refusal = raises(lambda: block(112 << 20))
+        a.empty_cache()
+        too_much = raises(lambda: block(160 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    return cached, refusal, too_much
 
 
 def resident_memory():

@@ -133,6 +133,14 @@ def test_the_cache_keeps_blocks_until_it_is_emptied(process):
     assert facts["usable"] == 3_000_000
 
 
+@caching
+def test_the_cache_is_given_up_before_an_allocation_fails(process):
+    cached, refusal, too_much = process("cache_gives_way")
+    assert cached == 96 << 20
+    assert refusal is None
+    assert "the system has no more" in too_much
+
+
 def test_threads(process):
     facts = process("threads", 6, 1500)
     assert facts["wrong"] == []

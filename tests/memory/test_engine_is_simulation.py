@@ -90,7 +90,7 @@ def engine(link: Link, seed: int, profile: PassProfile, choices, budget: float) 
     model, activations, x = setup(link, seed)
     want = backward(model, x)
     clock, at = activations.books.clock, 0
-    start = activations.begin(Schedule(choices, allowances(profile, budget), profile.order()))
+    start = activations.begin(Schedule(choices, allowances(profile, budget), profile.order(), profile.held()))
     assert start is None
 
     def tick(kind: str, entry: Entry) -> None:

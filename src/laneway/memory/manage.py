@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -46,8 +47,8 @@ def manage_memory(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Saved tensors move to the host or the disk and back, or are computed again, as a plan says that is made after the first pass of
-    each shape. On a machine without accelerator the device is the RAM and the tier is the disk.
+    Saved tensors move to the host or the disk and back, or are computed again, as a plan says that is made after the first pass
+    of each shape. On a machine without accelerator the device is the RAM and the tier is the disk.
 
     Args:
         model: on one device; its forward pass begins a pass.
@@ -108,8 +109,6 @@ def make_tier(config: MemoryConfig, device: torch.device, throttle: Throttle | N
 def exact_meter(device: torch.device) -> Meter:
     """The device's meter; on the CPU with the counting allocator, where it can be compiled."""
     if device.type == "cpu" and CountingAllocator.installed() is None:
-        try:
+        with contextlib.suppress(LanewayError):  # no compiler: the process's resident set has to do
             CountingAllocator.install(caching=True)
-        except LanewayError:  # no compiler: the process's resident set has to do
-            pass
     return device_meter(device)

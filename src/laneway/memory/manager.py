@@ -1,8 +1,8 @@
 """The memory manager: keeps a training step within a budget of device memory, with the same gradients bit for bit.
 
-A pass (forward and backward) of a kind that was not seen before is held within the budget by sending out what was saved first, and
-is written down. From then on passes of that kind follow a plan made from the record: what to keep, to move and to compute again.
-A pass that turns out otherwise than its plan falls back to the first way, and is planned anew.
+A pass (forward and backward) of a kind that was not seen before is held within the budget by sending out what was saved first,
+and is written down. From then on passes of that kind follow a plan made from the record: what to keep, to move and to compute
+again. A pass that turns out otherwise than its plan falls back to the first way, and is planned anew.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from laneway.memory.clock import Clock, WallClock
 from laneway.memory.config import MemoryConfig
 from laneway.memory.extents import Known, storages
 from laneway.memory.meter import Meter
+from laneway.memory.optimizer_state import StreamedOptimizerState
 from laneway.memory.plan import Plan, make_plan
 from laneway.memory.predict import Forecaster, Signature
 from laneway.memory.profile import PassProfile
@@ -90,6 +91,7 @@ class MemoryManager:
         self.plans: dict[Signature, Plan] = {}
         self.profiles: dict[Signature, PassProfile] = {}
         self.replanned = 0
+        self.optimizer_state: StreamedOptimizerState | None = None
         self._owned: Known[bool] = Known()
         self.activations = Activations(
             tier, self.clock, device, min_bytes=config.min_bytes, protected=lambda tensor: self._owned.get(tensor) is not None
@@ -122,7 +124,9 @@ class MemoryManager:
         self._hooks = self._root = None
 
     def close(self) -> None:
-        """Give the tier back."""
+        """Bring everything back and give the tier back."""
+        if self.optimizer_state is not None:
+            self.optimizer_state.close()
         self.tier.close()
 
     @contextmanager
@@ -267,4 +271,3 @@ def device_of(model: nn.Module) -> torch.device:
     if len(found) != 1:
         raise LanewayError(f"the memory manager needs a model on one device; its parameters are on {len(found)}")
     return found.pop()
-

@@ -57,7 +57,7 @@ class Plan:
         """For the engine; ``static``: bytes on the device as the pass begins, where that differs from the profile's."""
         shift = 0 if static is None else static - self.profile.static
         allowed = allowances(self.profile, self.budget - shift)
-        return Schedule(self.choices, allowed or (float("inf"),), self.profile.order())
+        return Schedule(self.choices, allowed or (float("inf"),), self.profile.order(), self.profile.held())
 
     def count(self, what: Choice) -> tuple[int, int]:
         """Entries of this choice, and their bytes."""

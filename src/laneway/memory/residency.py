@@ -49,12 +49,13 @@ class Entry:
         users: how many saved tensors refer to it.
         needs, needed_by: entries that its recomputation reads; how many dropped entries read this one.
         seconds: what its recomputation takes, as far as known.
+        lingers: its bytes have left, but whoever computes on still holds the original.
         body: what the engine needs to find the bytes; None in a simulation.
     """
 
     __slots__ = (
-        "body", "choice", "failure", "index", "nbytes", "needed_by", "needs", "seconds", "slot", "state", "transfer", "used",
-        "users",
+        "body", "choice", "failure", "index", "lingers", "nbytes", "needed_by", "needs", "seconds", "slot", "state",
+        "transfer", "used", "users",
     )  # fmt: skip
 
     def __init__(self, index: int, nbytes: int, body: Any = None) -> None:
@@ -63,7 +64,7 @@ class Entry:
         self.state, self.choice, self.seconds = State.RESIDENT, Choice.KEEP, 0.0
         self.slot: Slot | None = None
         self.transfer: Transfer | None = None
-        self.used = False
+        self.used = self.lingers = False
         self.failure: BaseException | None = None
 
     needs: tuple[Entry, ...]
@@ -93,6 +94,7 @@ class Schedule:
         choices: for each entry by index; entries beyond are kept.
         allowance: managed bytes that may be resident, by event; the last one holds for events beyond.
         order: entries by first use, as learned; empty: the reverse of saving.
+        held: for each entry the event until which others hold its storage: before that, its leaving frees nothing.
         prefetch: bring entries back before they are asked for, as far as the allowance goes.
         pending: most bytes that may be leaving at a time; more wait.
         victims: where ``choices`` leave more than the allowance: whom to send out, given the resident entries not used yet
@@ -102,6 +104,7 @@ class Schedule:
     choices: Sequence[Choice] = ()
     allowance: Sequence[float] | Callable[[], float] = (float("inf"),)
     order: Sequence[int] = ()
+    held: Sequence[int] = ()
     prefetch: bool = True
     pending: float = float("inf")
     victims: Callable[[list[Entry]], Entry] | None = None
@@ -171,6 +174,7 @@ class Residency:
             self.event = 0
             self.account = Account(peak=self.resident)
             self._leaving: deque[Entry] = deque()
+            self._lingering: list[Entry] = []
             self._cursor: int | None = None
             self._sequence: Sequence[int] = ()
 
@@ -179,7 +183,7 @@ class Residency:
     def save(self, entry: Entry) -> None:
         """A new entry; it is resident."""
         with self._opened():
-            self.event += 1
+            self._next_event()
             self.entries.append(entry)
             self.account.saved += entry.nbytes
             self._arrive(entry.nbytes)
@@ -194,7 +198,7 @@ class Residency:
         """The entry's value is needed now: it is resident when this returns."""
         with self._opened():
             if not entry.used:
-                self.event += 1
+                self._next_event()
                 entry.used = True
                 self.account.order.append(entry.index)
             self._begin_return()
@@ -241,8 +245,7 @@ class Residency:
         for needed in entry.needs:
             needed.needed_by += 1
         entry.state = State.DROPPED
-        self.resident -= entry.nbytes
-        self.hands.let_go(entry)
+        self._depart(entry)
 
     def _send(self, entry: Entry) -> bool:
         """Queue its copy to the tier; False where the tier is full: then it stays."""
@@ -271,8 +274,27 @@ class Residency:
                 entry.state, entry.slot = State.RESIDENT, None
             return
         entry.state = State.AWAY
-        self.resident -= entry.nbytes
+        self._depart(entry)
+
+    def _depart(self, entry: Entry) -> None:
         self.hands.let_go(entry)
+        held = self.schedule.held
+        if entry.index < len(held) and held[entry.index] > self.event and self.entries[entry.index] is entry:
+            entry.lingers = True
+            self._lingering.append(entry)
+        else:
+            self.resident -= entry.nbytes
+
+    def _next_event(self) -> None:
+        self.event += 1
+        if self._lingering:
+            for entry in [e for e in self._lingering if self.schedule.held[e.index] <= self.event]:
+                self._gone(entry)
+
+    def _gone(self, entry: Entry) -> None:
+        entry.lingers = False
+        self._lingering.remove(entry)
+        self.resident -= entry.nbytes
 
     def _press(self) -> None:
         """Hold the allowance: send victims out if the schedule names some, and wait for what is leaving."""
@@ -397,7 +419,7 @@ class Residency:
     def _free(self, entry: Entry) -> None:
         entry.users -= 1
         if entry.users == 0:
-            self.event += 1
+            self._next_event()
         self._free_if_unneeded(entry)
         if entry.state is State.FREED and self._cursor is not None:
             self._prefetch()
@@ -412,6 +434,8 @@ class Residency:
         if entry.users or entry.needed_by or entry.state is State.FREED:
             return
         before, entry.state = entry.state, State.FREED
+        if entry.lingers:
+            self._gone(entry)
         if before in (State.RESIDENT, State.COMING, State.LEAVING):
             self.resident -= entry.nbytes
         if before is State.LEAVING and entry.transfer is not None and entry.slot is not None and entry.transfer.cancel():

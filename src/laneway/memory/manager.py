@@ -90,6 +90,7 @@ class MemoryManager:
         self.passes: deque[PassReport] = deque(maxlen=4096)
         self.plans: dict[Signature, Plan] = {}
         self.profiles: dict[Signature, PassProfile] = {}
+        self.counted = 0  # passes so far
         self.replanned = 0
         self.optimizer_state: StreamedOptimizerState | None = None
         self._owned: Known[bool] = Known()
@@ -192,6 +193,7 @@ class MemoryManager:
                 self.profiles.pop(signature, None)
                 self.replanned += 1
         seconds = self.clock.now() - self._began
+        self.counted += 1
         self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account))
 
     def link(self) -> Link:

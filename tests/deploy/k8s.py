@@ -107,7 +107,7 @@ JOB = {
         "rules!": [
             {
                 "action!": one_of("FailJob", "Ignore", "Count"),
-                "onExitCodes": {"containerName": name, "operator!": one_of("In", "NotIn"), "values!": [count]},
+                "onExitCodes": {"containerName": name, "operator!": one_of("In"), "values!": [count]},
                 "onPodConditions": [{"type!": text, "status!": one_of("True", "False")}],
             }
         ]
@@ -208,5 +208,5 @@ def _job(spec: dict[str, Any]) -> Iterator[str]:
         codes = rule.get("onExitCodes", {})
         if codes and codes.get("containerName") not in [container["name"] for container in pod["containers"]]:
             yield "podFailurePolicy: no such container"
-        if codes and codes["operator"] == "In" and 0 in codes["values"]:
+        if codes and 0 in codes["values"]:
             yield "podFailurePolicy: 0 is no failure"

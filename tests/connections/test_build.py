@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from laneway import native
 from laneway.connections.kernels.cpu import build
 
 pytestmark = pytest.mark.compiler
@@ -94,7 +95,7 @@ def test_a_folder_that_cannot_be_made_is_said(monkeypatch, tmp_path):
 def test_the_name_depends_on_sources_flags_and_compiler(cache, fake, monkeypatch, tmp_path):
     own = build._key(())
     assert build._key(("-mavx2",)) != own
-    monkeypatch.setattr(build, "_capabilities", lambda: "another cpu")
+    monkeypatch.setattr(native, "capabilities", lambda: "another cpu")
     assert build._key(()) != own
     monkeypatch.undo()
     for path in [*build.SOURCES.glob("*.cpp"), *build.SOURCES.glob("*.h")]:

@@ -1,0 +1,312 @@
+"""Tensors that autograd saves, kept, moved or computed again by the books of ``residency``.
+
+One entry stands for one storage at one version, however many saved tensors are views of it. What autograd holds in place of a
+saved tensor is a handle; when the last handle of an entry is gone, be it by a backward pass, a dropped graph or an error, so is
+the entry.
+
+torch's own check that a saved tensor was not written in place since is off under saved-tensor hooks; handles make it themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laneway.core import LanewayError
+from laneway.memory.clock import Clock
+from laneway.memory.extents import Known, View, key_of, plain, version_of
+from laneway.memory.residency import Account, Choice, Entry, Residency, Schedule
+from laneway.memory.tier import Tier
+
+MIN_BYTES = 64 << 10  # what is smaller is not worth a transfer
+
+Observer = Callable[[str, Entry], None]
+"""Told of every event of the books before it changes them (save, use or free), and of entries saved again, and the entry."""
+
+
+class _Body:
+    """What an entry's bytes are: the storage while it is resident, and how to make them again."""
+
+    __slots__ = ("changed", "device", "guard", "key", "recipe", "storage", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
+        self.guard: Tensor | None = tensor.detach()  # shares the version counter
+        self.version = version_of(tensor)
+        self.key = key_of(tensor)
+        self.device = tensor.device
+        self.recipe: Recipe | None = None
+        self.changed = False  # written in place while its copy left
+
+    def check(self) -> None:
+        if self.changed:
+            raise RuntimeError(_CHANGED + "its bytes were written while they moved out")
+        if self.guard is not None:
+            check_version(self.guard, self.version)
+
+
+_CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation: "
+
+
+def check_version(tensor: Tensor, version: int | None) -> None:
+    """Raise what torch raises where a saved tensor was written in place.
+
+    Raises:
+        RuntimeError: it was.
+    """
+    if version is not None and tensor._version != version:
+        raise RuntimeError(
+            f"{_CHANGED}[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
+        )
+
+
+class _Kept:
+    """Stands for a saved tensor that is none of the manager's business."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor.detach(), version_of(tensor)
+
+    def unpack(self) -> Tensor:
+        check_version(self.tensor, self.version)
+        return self.tensor
+
+
+class _Handle:
+    """Stands for a saved tensor: a view of an entry."""
+
+    __slots__ = ("__weakref__", "entry", "owner", "view")
+
+    def __init__(self, owner: Activations, entry: Entry, view: View) -> None:
+        self.owner, self.entry, self.view = owner, entry, view
+
+    def unpack(self) -> Tensor:
+        return self.view.over(self.owner.storage(self.entry))
+
+    def __del__(self) -> None:
+        owner = getattr(self, "owner", None)
+        if owner is not None:
+            owner.release(self.entry)
+
+
+class _Loan:
+    """A view of an entry that a recipe reads; the books keep the entry for it."""
+
+    __slots__ = ("entry", "view")
+
+    def __init__(self, entry: Entry, view: View) -> None:
+        self.entry, self.view = entry, view
+
+
+class Recipe:
+    """A leaf module's forward pass, to be run again on what it was given.
+
+    Attributes:
+        module: its ``forward`` is called, without hooks.
+        inputs: what it was given; loans and kept tensors in place of tensors.
+        seconds: what it takes, where known.
+    """
+
+    def __init__(self, name: str, module: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> None:
+        self.name, self.module, self.inputs, self.device = name, module, inputs, device
+        self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        self.seconds: float | None = None
+
+    def entries(self) -> tuple[Entry, ...]:
+        """The entries that hold its inputs."""
+        return tuple(held.entry for held in self.inputs if isinstance(held, _Loan))
+
+    def run(self) -> Tensor:
+        """The module's output, without a graph; the entries it reads are resident."""
+        enabled, dtype = self.autocast
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
+            found: Tensor = self.module.forward(*[_lent(held) for held in self.inputs])
+        return found
+
+
+def _lent(held: Any) -> Any:
+    if isinstance(held, _Loan):
+        held.entry.body.check()
+        return held.view.over(held.entry.body.storage)
+    return held.unpack() if isinstance(held, _Kept) else held
+
+
+class Activations:
+    """The engine: packs and unpacks for ``torch.autograd.graph.saved_tensors_hooks``.
+
+    Args:
+        tier: where moved entries go.
+        clock: what stalls are measured on.
+        device: tensors of other devices are kept.
+        min_bytes: smaller storages are kept.
+        protected: says whether a storage must never be touched (parameters and buffers).
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        clock: Clock,
+        device: torch.device,
+        *,
+        min_bytes: int = MIN_BYTES,
+        protected: Callable[[Tensor], bool] = lambda tensor: False,
+    ) -> None:
+        self.books = Residency(tier, clock, self)
+        self.device, self.min_bytes, self.protected = device, min_bytes, protected
+        self.observer: Observer | None = None
+        self.known: Known[Entry] = Known()
+        self.recipes: Known[Recipe] = Known()
+        self.alive = 0  # entries with a handle
+        self.extra_bytes = 0  # bytes of saved tensors that were views of an entry already there
+        self._index = 0
+
+    def begin(self, schedule: Schedule) -> None:
+        """Start a pass. Entries of an earlier one that are still alive keep their state."""
+        self.books.begin(schedule)
+        self.recipes.clear()
+        self._index = 0
+        self.extra_bytes = 0
+
+    @property
+    def account(self) -> Account:
+        """The books of the pass so far."""
+        return self.books.account
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The pair of hooks, to be entered around a forward pass."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    # -- what autograd calls
+
+    def pack(self, tensor: Tensor) -> _Kept | _Handle:
+        """Take what autograd saves."""
+        if (
+            not plain(tensor)
+            or tensor.device != self.device
+            or tensor.untyped_storage().nbytes() < self.min_bytes
+            or self.protected(tensor)
+        ):
+            return _Kept(tensor)
+        with self.books.lock:
+            entry = self.known.get(tensor)
+            if entry is not None and entry.users and entry.body.version == version_of(tensor):
+                entry.users += 1
+                self.extra_bytes += tensor.untyped_storage().nbytes()
+                if self.observer is not None:
+                    self.observer("again", entry)
+                return _Handle(self, entry, View.of(tensor))
+            return self._new(tensor)
+
+    @staticmethod
+    def unpack(held: _Kept | _Handle) -> Tensor:
+        """Give back what autograd saved."""
+        return held.unpack()
+
+    def _new(self, tensor: Tensor) -> _Handle:
+        body = _Body(tensor)
+        entry = Entry(self._index, tensor.untyped_storage().nbytes(), body)
+        self._index += 1
+        body.recipe = self.recipes.get(tensor)
+        if body.recipe is not None:
+            self.recipes.drop(body.key)
+            if self.books.schedule.choice(entry.index) is Choice.RECOMPUTE:
+                entry.needs = body.recipe.entries()
+        if self.observer is not None:
+            self.observer("save", entry)
+        if self.books.schedule.choice(entry.index) is not Choice.RECOMPUTE:
+            body.recipe = None
+        self.known.put(tensor, entry)
+        self.alive += 1
+        handle = _Handle(self, entry, View.of(tensor))
+        self.books.save(entry)
+        return handle
+
+    # -- what handles call
+
+    def storage(self, entry: Entry) -> torch.UntypedStorage:
+        """The entry's bytes, on the device.
+
+        Raises:
+            RuntimeError: they were written in place since they were saved.
+            LanewayError: the tier lost them.
+        """
+        entry.body.check()
+        if self.observer is not None and not entry.used:
+            self.observer("use", entry)
+        self.books.use(entry)
+        storage: torch.UntypedStorage | None = entry.body.storage
+        if storage is None:
+            raise LanewayError(f"a saved tensor of {entry.nbytes} bytes is {entry.state.value} where it is needed")
+        return storage
+
+    def release(self, entry: Entry) -> None:
+        """A handle is gone."""
+        with self.books.lock:
+            if entry.users == 1:
+                if self.observer is not None:
+                    self.observer("free", entry)
+                self.alive -= 1
+                if self.known._found.get(entry.body.key, (None, None))[1] is entry:
+                    self.known.drop(entry.body.key)
+            self.books.free(entry)
+
+    # -- hands of the books
+
+    def source(self, entry: Entry) -> torch.UntypedStorage | None:
+        """What to write."""
+        storage: torch.UntypedStorage | None = entry.body.storage
+        return storage
+
+    def target(self, entry: Entry) -> torch.UntypedStorage:
+        """Room to read into."""
+        body: _Body = entry.body
+        body.storage = torch.empty(entry.nbytes, dtype=torch.uint8, device=body.device).untyped_storage()
+        return body.storage
+
+    def let_go(self, entry: Entry) -> None:
+        """The bytes are elsewhere, or not needed any more."""
+        body: _Body = entry.body
+        if body.guard is not None and body.version is not None and body.guard._version != body.version:
+            body.changed = True  # what arrived may be torn
+        body.storage = body.guard = None
+        if not entry.users and not entry.needed_by:
+            body.recipe = None
+
+    def recompute(self, entry: Entry) -> None:
+        """Run the recipe."""
+        body: _Body = entry.body
+        assert body.recipe is not None
+        storage = body.recipe.run().untyped_storage()
+        if storage.nbytes() != entry.nbytes:
+            raise LanewayError(f"{body.recipe.name}: computed again it has {storage.nbytes()} bytes, not {entry.nbytes}")
+        body.storage, body.recipe = storage, None
+
+    # -- what the watch over the modules calls
+
+    def recipe(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Recipe | None:
+        """Note that ``module`` made ``output`` of ``inputs``; None where that can't be repeated from what is saved anyway."""
+        held = []
+        for given in inputs:
+            lent = self._lend(given)
+            if lent is None and given is not None:
+                return None
+            held.append(lent)
+        found = Recipe(name, module, tuple(held), self.device)
+        self.recipes.put(output, found)
+        return found
+
+    def _lend(self, given: Any) -> Any:
+        """What stands for ``given`` in a recipe; None where it would have to be kept for it alone."""
+        if not isinstance(given, Tensor):
+            return given
+        if not plain(given) or given.device != self.device:
+            return None
+        entry = self.known.get(given)
+        if entry is not None and entry.users and entry.body.version == version_of(given):
+            return _Loan(entry, View.of(given))
+        small = given.untyped_storage().nbytes() < self.min_bytes
+        return _Kept(given) if small or self.protected(given) else None

@@ -1,0 +1,213 @@
+"""The dials of the tiered memory manager, and their variables in the environment. No torch here.
+
+A field may come from the environment, a configuration file or an argument; the later wins. Each has a variable (``VARIABLES``)
+so that a container can be set up without a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from laneway.core import InputError, choice, collect, nearest, positive_int
+from laneway.sizes import (
+    BYTES_ACCEPTED,
+    DEFAULT_HOST_BUFFER_RATIO,
+    LARGEST_HOST_BUFFER_RATIO,
+    check_host_buffer,
+    parse_bytes,
+    parse_fraction,
+)
+
+__all__ = ["VARIABLES", "MemoryConfig", "check_host_buffer", "from_environment", "parse_bytes", "resolve"]
+
+POLICIES = ("cost_aware", "lru", "fifo")
+TIERS = ("auto", "host", "disk")
+SOLVERS = ("greedy", "milp")
+AUTO_BUDGET = 0.82
+
+VARIABLES = {
+    "budget": "MHC_MEMORY_BUDGET",
+    "policy": "MHC_EVICTION_STRATEGY",
+    "tier": "MHC_MEMORY_TIER",
+    "folder": "MHC_SWAP_FOLDER",
+    "host_buffer_ratio": "MHC_CPU_BUFFER_RATIO",
+    "max_swap_ops_per_second": "MHC_MAX_SWAP_OPS_PER_SEC",
+    "max_bytes_per_second": "MHC_MAX_SWAP_BYTES_PER_SEC",
+    "collective_reservation": "MHC_COLLECTIVE_RESERVATION",
+    "solver": "MHC_PLAN_SOLVER",
+    "min_bytes": "MHC_MIN_SWAP_BYTES",
+}
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What may lie where, and how much may move. With the budget at its default, off, nothing is managed."""
+
+    budget: str | int = ""
+    """Device memory to stay within: empty (off) | auto (82 % of the capacity) | bytes, such as 1.5GiB, 800MB or an integer."""
+    policy: str = "cost_aware"
+    """Who is moved out first: cost_aware | lru | fifo"""
+    tier: str = "auto"
+    """Where tensors go: host (pinned memory of the host) | disk | auto (host beside an accelerator, disk on a CPU)"""
+    folder: str = ""
+    """Folder of the disk tier's file; empty: the system's folder for temporary files."""
+    host_buffer_ratio: float = DEFAULT_HOST_BUFFER_RATIO
+    """Largest part of the host's memory that the host tier takes, 0 to 0.95; 2.5 to 3 times the device memory are advised."""
+    max_swap_ops_per_second: int = 0
+    """Transfers that may start in a second; 0: no cap."""
+    max_bytes_per_second: int = 0
+    """Bytes that may move in a second, both ways together; 0: no cap."""
+    collective_reservation: float = 0.5
+    """Part of the link's bandwidth that transfers leave free while a collective is in flight, 0 to 1."""
+    solver: str = "greedy"
+    """How a plan is found: greedy | milp"""
+    min_bytes: int = 64 << 10
+    """Smaller tensors are never moved."""
+
+    def problems(self, prefix: str = "memory") -> list[InputError]:
+        """Everything that is wrong with these fields, one error a field."""
+
+        def name(field: str) -> str:
+            return f"{prefix}.{field}"
+
+        checks: list[Callable[[], object]] = [
+            lambda: _check_budget(name("budget"), self.budget),
+            lambda: choice(name("policy"), self.policy, POLICIES),
+            lambda: choice(name("tier"), self.tier, TIERS),
+            lambda: _check_folder(name("folder"), self.folder),
+            lambda: _check_fraction(name("host_buffer_ratio"), self.host_buffer_ratio, LARGEST_HOST_BUFFER_RATIO),
+            lambda: positive_int(name("max_swap_ops_per_second"), self.max_swap_ops_per_second, at_least=0),
+            lambda: positive_int(name("max_bytes_per_second"), self.max_bytes_per_second, at_least=0),
+            lambda: _check_fraction(name("collective_reservation"), self.collective_reservation, 1.0),
+            lambda: choice(name("solver"), self.solver, SOLVERS),
+            lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
+        ]
+        return collect(checks)
+
+    def check(self, prefix: str = "memory") -> None:
+        """Raise the first problem."""
+        for problem in self.problems(prefix):
+            raise problem
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is managed at all."""
+        return self.budget != ""
+
+    def budget_bytes(self, capacity: int) -> int | None:
+        """The budget in bytes on a device that holds ``capacity`` bytes; None where it is off.
+
+        Raises:
+            InputError: not a budget, or more than the capacity.
+        """
+        if not self.on:
+            return None
+        if self.budget == "auto":
+            return int(AUTO_BUDGET * capacity)
+        _check_budget("memory.budget", self.budget)
+        wanted = parse_bytes("memory.budget", self.budget)
+        if wanted > capacity:
+            raise InputError("memory.budget", self.budget, f"at most what the device holds, {capacity} bytes, or auto")
+        return wanted
+
+    def host_buffer_bytes(self, host_bytes: int) -> int:
+        """Most bytes that the host tier may take on a host with ``host_bytes`` of memory."""
+        return int(self.host_buffer_ratio * host_bytes)
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The fields that the environment gives, checked; an empty variable gives nothing.
+
+    Args:
+        environ: default: ``os.environ``.
+
+    Raises:
+        InputError: a wrong value, by the variable's name; or a variable that is one of ``VARIABLES`` but for a letter or two.
+    """
+    environ = os.environ if environ is None else environ
+    given = {field: environ[variable].strip() for field, variable in VARIABLES.items() if environ.get(variable, "").strip()}
+    _refuse_misspelt(environ)
+    return {field: _from_text(field, text) for field, text in given.items()}
+
+
+def resolve(
+    file: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> MemoryConfig:
+    """The configuration from all its sources: default < environment < file < arguments; checked.
+
+    Args:
+        file: fields of the file's ``[memory]`` table.
+        arguments: fields given in a call or as flags.
+        environ: default: ``os.environ``.
+
+    Raises:
+        InputError: an unknown field or a wrong value.
+    """
+    given = from_environment(environ) | dict(file or {}) | dict(arguments or {})
+    known = [field.name for field in fields(MemoryConfig)]
+    for name in given:
+        if name not in known:
+            close = nearest(name, known)
+            accepted = "one of the fields " + ", ".join(known)
+            raise InputError(f"memory.{name}", given[name], accepted, close and f"did you mean {close!r}?")
+    config = MemoryConfig(**given)
+    config.check()
+    return config
+
+
+def _from_text(field: str, text: str) -> Any:
+    """The field's value from its variable's text; an error names the variable."""
+    variable = VARIABLES[field]
+    value: Any = text
+    if field == "host_buffer_ratio":
+        value = parse_fraction(variable, text, LARGEST_HOST_BUFFER_RATIO)
+    elif field == "collective_reservation":
+        value = parse_fraction(variable, text)
+    elif field == "max_swap_ops_per_second":
+        if not (text.isascii() and text.isdigit()):
+            raise InputError(variable, text, "an integer ≥ 0; 0: no cap")
+        value = int(text)
+    elif field in ("max_bytes_per_second", "min_bytes"):
+        value = parse_bytes(variable, text)
+    for problem in MemoryConfig(**{field: value}).problems():
+        raise InputError(variable, text, problem.accepted, problem.hint)
+    return value
+
+
+def _refuse_misspelt(environ: Mapping[str, str]) -> None:
+    known = set(VARIABLES.values())
+    for name in sorted(environ):
+        if name.startswith("MHC_") and name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+            if close:
+                raise InputError(name, environ[name], "one of " + ", ".join(sorted(known)), f"did you mean {close[0]!r}?")
+
+
+def _check_budget(field: str, given: object) -> None:
+    if given in ("", "auto") and isinstance(given, str):
+        return
+    accepted = f"empty (off), auto, or {BYTES_ACCEPTED}"
+    try:
+        size = parse_bytes(field, given)
+    except InputError as error:
+        raise InputError(field, given, accepted, error.hint) from None
+    if size == 0:
+        raise InputError(field, given, accepted, "to turn it off, leave it empty")
+
+
+def _check_folder(field: str, given: object) -> None:
+    if not isinstance(given, str) or "\0" in given:
+        raise InputError(field, given, "the path of a folder, or empty for that of temporary files")
+
+
+def _check_fraction(field: str, given: object, most: float) -> None:
+    """A number, not a text that holds one."""
+    if isinstance(given, str):
+        raise InputError(field, given, f"a number from 0 to {most:g}")
+    parse_fraction(field, given, most)

@@ -1,0 +1,270 @@
+"""The memory manager: keeps a training step within a budget of device memory, with the same gradients bit for bit.
+
+A pass (forward and backward) of a kind that was not seen before is held within the budget by sending out what was saved first, and
+is written down. From then on passes of that kind follow a plan made from the record: what to keep, to move and to compute again.
+A pass that turns out otherwise than its plan falls back to the first way, and is planned anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from laneway.core import LanewayError
+from laneway.memory.activations import Activations
+from laneway.memory.clock import Clock, WallClock
+from laneway.memory.config import MemoryConfig
+from laneway.memory.extents import Known, storages
+from laneway.memory.meter import Meter
+from laneway.memory.plan import Plan, make_plan
+from laneway.memory.predict import Forecaster, Signature
+from laneway.memory.profile import PassProfile
+from laneway.memory.record import Recorder
+from laneway.memory.residency import Account, Choice, Entry, Schedule
+from laneway.memory.simulate import Link
+from laneway.memory.tier import Tier
+from laneway.memory.watch import Watch, find_blocks
+
+UNKNOWN_HEADROOM = 0.25  # of what is left of the budget: kept free for what a pass never seen makes beside what it saves
+DRIFT = 0.01  # of the budget: a plan is made anew when what lives between passes has changed by more
+PLANS = 64  # kept; the one used longest ago goes first
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What a pass came to. Bytes and seconds.
+
+    Attributes:
+        signature: of the model's arguments.
+        way: ``recorded``, ``planned`` or ``strayed`` (began with a plan that did not fit it).
+        peak: most bytes on the device; ``predicted``: what the plan said, or the forecast from other shapes; None: no forecast.
+        static: bytes on the device when it began.
+        seconds: time from its first event to its end.
+        account: the books.
+    """
+
+    signature: Signature
+    way: str
+    peak: int
+    predicted: float | None
+    static: int
+    seconds: float
+    account: Account
+
+
+class MemoryManager:
+    """See ``manage_memory``, which makes one.
+
+    Args:
+        model: whose forward pass begins a pass.
+        config: budget, policy and solver.
+        tier: where entries go.
+        meter: the device's bytes.
+        device: of the managed tensors.
+        clock: what stalls are measured on.
+        recompute: whether plans may compute again: modules' outputs, and whole blocks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MemoryConfig,
+        tier: Tier,
+        meter: Meter,
+        device: torch.device,
+        *,
+        clock: Clock | None = None,
+        recompute: bool = True,
+    ) -> None:
+        self.model, self.config, self.tier, self.meter, self.device = model, config, tier, meter, device
+        self.clock, self.recompute = clock or WallClock(), recompute
+        self.budget = config.budget_bytes(meter.capacity()) or meter.capacity()
+        self.forecaster = Forecaster()
+        self.passes: deque[PassReport] = deque(maxlen=4096)
+        self.plans: dict[Signature, Plan] = {}
+        self.profiles: dict[Signature, PassProfile] = {}
+        self.replanned = 0
+        self._owned: Known[bool] = Known()
+        self.activations = Activations(
+            tier, self.clock, device, min_bytes=config.min_bytes, protected=lambda tensor: self._owned.get(tensor) is not None
+        )
+        self._watch = Watch(model, self.activations, find_blocks(model))
+        self._recorder: Recorder | None = None
+        self._plan: Plan | None = None
+        self._signature: Signature | None = None
+        self._static = 0
+        self._began = 0.0
+        self._strayed = False
+        self._predicted: float | None = None
+        self._hooks: Any = None
+        self._root: Any = None
+
+    # -- on and off
+
+    def __enter__(self) -> MemoryManager:
+        if self._root is not None:
+            raise LanewayError("the memory manager is on already")
+        self._root = self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._hooks = self.activations.hooks()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+        self._root.remove()
+        self.end_pass()
+        self._hooks = self._root = None
+
+    def close(self) -> None:
+        """Give the tier back."""
+        self.tier.close()
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Within, tensors are saved as if there were no manager."""
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+            yield
+
+    # -- passes
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A pass begins, unless a graph of the one before is still alive: then it goes on."""
+        if not torch.is_grad_enabled() or self.activations.alive:
+            return
+        self.end_pass()
+        self._begin_pass(Signature.of([args, kwargs]))
+
+    def _begin_pass(self, signature: Signature) -> None:
+        self._owned = storages([*self.model.parameters(), *self.model.buffers()])  # anew: they may have been replaced
+        self._signature, self._static, self._strayed = signature, self.meter.live(), False
+        self._began = self.clock.now()
+        self._plan = self._current_plan(signature)
+        if self._plan is None:
+            guess = self.forecaster.model.predict(signature)
+            self._predicted = None if guess is None else min(guess.bytes + self._static, self.budget)
+            self.activations.begin(self._reactive(signature))
+            self._recorder = Recorder(self.activations.books, self.meter, self.clock, self._settle())
+            self._watch.record(self._recorder)
+            self.activations.observer = self._recorder
+            return
+        self._predicted = self._plan.predicted.peak + (self._static - self._plan.profile.static)
+        self.activations.begin(self._plan.schedule(self._static))
+        again = {
+            entry.name
+            for entry, choice in zip(self._plan.profile.entries, self._plan.choices, strict=True)
+            if choice is Choice.RECOMPUTE
+        }
+        self._watch.follow(again, self._plan.blocks)
+        self.activations.observer = self._follow
+        self.meter.reset_peak()
+
+    def end_pass(self) -> None:
+        """Close the pass that is under way, if any: what it came to is noted, and planned from if it was recorded."""
+        self._watch.clear()
+        self.activations.observer = None
+        if self._signature is None:
+            return
+        signature, self._signature = self._signature, None
+        account = self.activations.account
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            profile = recorder.finish()
+            peak, way = recorder.peak, "strayed" if self._strayed else "recorded"
+            if profile.events and not self.activations.alive:
+                self.profiles[signature] = profile
+                self.forecaster.observe(signature, max(1, profile.peak - profile.static))
+                self.plans.pop(signature, None)
+                self._remember(signature, make_plan(profile, self.budget, self.link(), **self._solver()))
+        else:
+            peak, way = self.meter.peak(), "strayed" if self._strayed else "planned"
+            if self._strayed:
+                self.plans.pop(signature, None)
+                self.profiles.pop(signature, None)
+                self.replanned += 1
+        seconds = self.clock.now() - self._began
+        self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account))
+
+    def link(self) -> Link:
+        """The way to the tier, as measured."""
+        write, read = self.tier.bandwidth()
+        return Link(write, read)
+
+    # -- plans
+
+    def _current_plan(self, signature: Signature) -> Plan | None:
+        plan = self.plans.pop(signature, None)
+        if plan is None:
+            return None
+        drift = self._static - self.profiles[signature].static
+        if abs(drift) > DRIFT * self.budget:
+            profile = self.profiles[signature].shifted(drift)
+            self.profiles[signature] = profile
+            plan = make_plan(profile, self.budget, self.link(), **self._solver())
+        self._remember(signature, plan)
+        return plan
+
+    def _remember(self, signature: Signature, plan: Plan) -> None:
+        self.plans[signature] = plan
+        while len(self.plans) > PLANS:
+            oldest = next(iter(self.plans))
+            del self.plans[oldest]
+            self.profiles.pop(oldest, None)
+
+    def _solver(self) -> dict[str, Any]:
+        return {"solver": self.config.solver, "recompute": self.recompute}
+
+    def _reactive(self, signature: Signature) -> Schedule:
+        """No plan: send out what was saved first as soon as what the pass makes beside might not fit any more."""
+        headroom = self._headroom(signature)
+
+        def allowance() -> float:
+            return self.budget - (self.meter.live() - self.activations.books.resident) - headroom
+
+        return Schedule(allowance=allowance, victims=_first_saved)
+
+    def _headroom(self, signature: Signature) -> float:
+        """Bytes to keep free for what a pass makes beside what it saves: as in the passes seen, by tokens."""
+        per_token = [
+            (profile.floor - profile.static) / max(1, seen.tokens) for seen, profile in self.profiles.items() if profile.events
+        ]
+        if per_token:
+            return max(per_token) * signature.tokens
+        return UNKNOWN_HEADROOM * max(0, self.budget - self._static)
+
+    def _follow(self, kind: str, entry: Entry) -> None:
+        """While a plan is followed: is this the pass that it was made for?"""
+        if kind != "save" or self._strayed or self._plan is None or self._signature is None:
+            return
+        expected = self._plan.profile.entries
+        if entry.index >= len(expected) or expected[entry.index].nbytes != entry.nbytes:
+            self._strayed = True
+            choices = self.activations.books.schedule.choices[: entry.index]
+            self.activations.books.schedule = replace(self._reactive(self._signature), choices=choices)
+
+    def _settle(self) -> Callable[[], None]:
+        if self.device.type == "cpu":
+            return lambda: None
+        return lambda: torch.accelerator.synchronize(self.device)
+
+
+def _first_saved(idle: list[Entry]) -> Entry:
+    return min(idle, key=lambda entry: entry.index)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device that a model's parameters are on.
+
+    Raises:
+        LanewayError: there are none, or they are on several.
+    """
+    found = {parameter.device for parameter in model.parameters()}
+    if len(found) != 1:
+        raise LanewayError(f"the memory manager needs a model on one device; its parameters are on {len(found)}")
+    return found.pop()
+

@@ -1,0 +1,107 @@
+"""What a pass does, written down as it happens: the planner's input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import cast
+
+from laneway.memory.clock import Clock
+from laneway.memory.meter import Meter
+from laneway.memory.profile import BlockProfile, EntryProfile, Event, Kind, PassProfile
+from laneway.memory.residency import Entry, Residency
+
+
+class Recorder:
+    """Told of every event of the books; reads the clock and the meter at each.
+
+    Args:
+        books: whose events they are.
+        meter: the device's bytes.
+        clock: the computation's time; stalls and recomputation are taken off.
+        settle: waits for the device, so that times are those of the computation and not of launching it.
+    """
+
+    def __init__(self, books: Residency, meter: Meter, clock: Clock, settle: Callable[[], None] = lambda: None) -> None:
+        self.books, self.meter, self.clock, self.settle = books, meter, clock, settle
+        self.profile = PassProfile(static=meter.live())
+        self.peak = 0
+        self.module = ""
+        self.block: int | None = None
+        self._inputs: dict[int, set[int]] = {}  # storages that are a block's arguments
+        self._other = 0
+        self._aside = 0.0
+        meter.reset_peak()
+        self._since = self._now()
+
+    def __call__(self, kind: str, entry: Entry) -> None:
+        """An event is about to change the books."""
+        if kind == "again":
+            self._saved_again(entry)
+            return
+        self._look()
+        now = self._now()
+        self.profile.events.append(Event(cast(Kind, kind), entry.index, max(0.0, now - self._since), self._other))
+        self._since, self._other = now, 0
+        if kind == "save":
+            self._new(entry)
+
+    def finish(self) -> PassProfile:
+        """The profile, when the pass has ended."""
+        self._look()
+        self.profile.tail = max(0.0, self._now() - self._since)
+        return self.profile
+
+    @contextmanager
+    def aside(self) -> Generator[None]:
+        """What is done here is none of the pass: its time and bytes don't count."""
+        self._look()
+        start = self.clock.now()
+        try:
+            yield
+        finally:
+            self._aside += self.clock.now() - start
+            self.meter.reset_peak()
+
+    def enter_block(self, number: int, name: str, storages: set[int]) -> float:
+        """A block begins, given these storages; returns the time."""
+        while len(self.profile.blocks) <= number:
+            self.profile.blocks.append(BlockProfile(name, 0.0))
+        self.profile.blocks[number].name = name
+        self._inputs[number] = storages
+        self.block = number
+        return self._now()
+
+    def leave_block(self, number: int, began: float) -> None:
+        """A block ends."""
+        self.profile.blocks[number].seconds = self._now() - began
+        self.block = None
+
+    def _new(self, entry: Entry) -> None:
+        recipe = entry.body.recipe
+        facts = EntryProfile(entry.nbytes, self.module, block=self.block)
+        if recipe is not None and recipe.seconds is not None:
+            facts.name, facts.seconds = recipe.name, recipe.seconds
+            facts.needs = tuple(sorted({needed.index for needed in recipe.entries()}))
+        for number, storages in self._inputs.items():
+            if entry.body.key in storages:
+                facts.block = None
+                block = self.profile.blocks[number]
+                block.inputs = tuple(sorted({*block.inputs, entry.index}))
+        self.profile.entries.append(facts)
+
+    def _saved_again(self, entry: Entry) -> None:
+        """From another block: then checkpointing the first does not do away with it."""
+        if entry.index < len(self.profile.entries) and self.profile.entries[entry.index].block != self.block:
+            self.profile.entries[entry.index].block = None
+
+    def _look(self) -> None:
+        self.settle()
+        peak = self.meter.peak()
+        self.peak = max(self.peak, peak)
+        self._other = max(self._other, peak - self.books.resident)
+        self.meter.reset_peak()
+
+    def _now(self) -> float:
+        account = self.books.account
+        return self.clock.now() - account.stall - account.recompute - self._aside

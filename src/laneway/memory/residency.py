@@ -1,0 +1,430 @@
+"""Where each managed tensor's bytes are, and when they go and come: the books of a training pass, without a tensor in them.
+
+The planner's simulation and the engine that moves real tensors run this same code, one on a virtual clock and the other on real
+transfers, so what was planned is what happens.
+
+A pass is a sequence of events: an entry is *saved* (in the forward pass), its value is *used* for the first time and it is
+*freed* (in the backward pass). Everything that may change the books happens in one of the three, on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from laneway.memory.clock import Clock
+from laneway.memory.tier import Slot, Tier, TierFullError, Transfer
+
+
+class Choice(Enum):
+    """What is to be done with an entry."""
+
+    KEEP = "keep"
+    MOVE = "move"
+    RECOMPUTE = "recompute"
+
+
+class State(Enum):
+    """Where an entry's bytes are."""
+
+    RESIDENT = "resident"
+    LEAVING = "leaving"  # still resident, its copy to the tier is queued or under way
+    AWAY = "away"
+    COMING = "coming"  # room is taken, its copy back is queued or under way
+    DROPPED = "dropped"  # to be computed again
+    FREED = "freed"
+
+
+class Entry:
+    """One version of one storage that a backward pass will read.
+
+    Attributes:
+        index: its number among the entries of the pass, in order of saving.
+        nbytes: size of the storage.
+        users: how many saved tensors refer to it.
+        needs, needed_by: entries that its recomputation reads; how many dropped entries read this one.
+        seconds: what its recomputation takes, as far as known.
+        body: what the engine needs to find the bytes; None in a simulation.
+    """
+
+    __slots__ = (
+        "body", "choice", "failure", "index", "nbytes", "needed_by", "needs", "seconds", "slot", "state", "transfer", "used",
+        "users",
+    )  # fmt: skip
+
+    def __init__(self, index: int, nbytes: int, body: Any = None) -> None:
+        self.index, self.nbytes, self.body = index, nbytes, body
+        self.users, self.needed_by, self.needs = 1, 0, ()
+        self.state, self.choice, self.seconds = State.RESIDENT, Choice.KEEP, 0.0
+        self.slot: Slot | None = None
+        self.transfer: Transfer | None = None
+        self.used = False
+        self.failure: BaseException | None = None
+
+    needs: tuple[Entry, ...]
+
+
+class Hands(Protocol):
+    """Who touches the bytes that the books are about."""
+
+    def source(self, entry: Entry) -> Any:
+        """The storage to write out (None in a simulation)."""
+
+    def target(self, entry: Entry) -> Any:
+        """A new storage to read into, from now on the entry's (None in a simulation)."""
+
+    def let_go(self, entry: Entry) -> None:
+        """Drop the references to the entry's storage."""
+
+    def recompute(self, entry: Entry) -> None:
+        """Compute the entry's bytes again."""
+
+
+@dataclass
+class Schedule:
+    """What a pass is to do.
+
+    Attributes:
+        choices: for each entry by index; entries beyond are kept.
+        allowance: managed bytes that may be resident, by event; the last one holds for events beyond.
+        order: entries by first use, as learned; empty: the reverse of saving.
+        prefetch: bring entries back before they are asked for, as far as the allowance goes.
+        pending: most bytes that may be leaving at a time; more wait.
+        victims: where ``choices`` leave more than the allowance: whom to send out, given the resident entries not used yet
+            (a policy); None: nobody.
+    """
+
+    choices: Sequence[Choice] = ()
+    allowance: Sequence[float] | Callable[[], float] = (float("inf"),)
+    order: Sequence[int] = ()
+    prefetch: bool = True
+    pending: float = float("inf")
+    victims: Callable[[list[Entry]], Entry] | None = None
+
+    def choice(self, index: int) -> Choice:
+        """What to do with the entry of this index."""
+        return self.choices[index] if index < len(self.choices) else Choice.KEEP
+
+    def allowed(self, event: int) -> float:
+        """Managed bytes that may be resident at this event."""
+        if callable(self.allowance):
+            return self.allowance()
+        return self.allowance[min(event, len(self.allowance) - 1)]
+
+
+@dataclass
+class Account:
+    """What a pass came to. Times in seconds, sizes in bytes."""
+
+    write_stall: float = 0.0
+    read_stall: float = 0.0
+    recompute: float = 0.0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    writes: int = 0
+    reads: int = 0
+    hits: int = 0
+    misses: int = 0
+    recomputed: int = 0
+    recomputed_bytes: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    over_allowance: int = 0
+    peak: int = 0
+    saved: int = 0
+    order: list[int] = field(default_factory=list)
+
+    @property
+    def stall(self) -> float:
+        """Seconds the computation waited for transfers."""
+        return self.write_stall + self.read_stall
+
+
+class Residency:
+    """The books of a pass; ``begin`` opens those of the next.
+
+    Args:
+        tier: where moved entries go.
+        clock: what stalls are measured on.
+        hands: who touches the bytes.
+    """
+
+    def __init__(self, tier: Tier, clock: Clock, hands: Hands) -> None:
+        self.tier, self.clock, self.hands = tier, clock, hands
+        self.lock = threading.RLock()
+        self.resident = 0  # managed bytes on the device, over all passes that are still alive
+        self.leaving_bytes = 0
+        self._open = False
+        self._late: list[Entry] = []  # freed by the garbage collector in the middle of an entry's business
+        self.begin(Schedule())
+
+    def begin(self, schedule: Schedule) -> None:
+        """Start a pass: events and entries count from zero."""
+        with self.lock:
+            self.schedule = schedule
+            self.entries: list[Entry] = []
+            self.event = 0
+            self.account = Account(peak=self.resident)
+            self._leaving: deque[Entry] = deque()
+            self._cursor: int | None = None
+            self._sequence: Sequence[int] = ()
+
+    # -- the three events
+
+    def save(self, entry: Entry) -> None:
+        """A new entry; it is resident."""
+        with self._opened():
+            self.event += 1
+            self.entries.append(entry)
+            self.account.saved += entry.nbytes
+            self._arrive(entry.nbytes)
+            entry.choice = self.schedule.choice(entry.index)
+            if entry.choice is Choice.RECOMPUTE:
+                self._drop(entry)
+            elif entry.choice is Choice.MOVE:
+                self._send(entry)
+            self._press()
+
+    def use(self, entry: Entry) -> None:
+        """The entry's value is needed now: it is resident when this returns."""
+        with self._opened():
+            if not entry.used:
+                self.event += 1
+                entry.used = True
+                self.account.order.append(entry.index)
+            self._begin_return()
+            self._ensure(entry)
+            self._prefetch()
+
+    def free(self, entry: Entry) -> None:
+        """A saved tensor that referred to the entry is gone."""
+        with self.lock:
+            if self._open:
+                self._late.append(entry)
+                return
+        with self._opened():
+            self._free(entry)
+
+    def evict(self, nbytes: float) -> int:
+        """Send out resident entries, those needed last first, until ``nbytes`` have left; waits for it. Returns the bytes."""
+        with self._opened():
+            freed = 0
+            for entry in sorted(self._idle(), key=lambda e: self._next_use(e), reverse=True):
+                if freed >= nbytes:
+                    break
+                if self._send(entry):
+                    freed += entry.nbytes
+            while self._leaving:
+                self._wait_oldest()
+            return freed
+
+    @contextmanager
+    def _opened(self) -> Generator[None]:
+        """Hold the lock; what was freed meanwhile is seen to at the end."""
+        with self.lock:
+            outer, self._open = self._open, True
+            try:
+                yield
+            finally:
+                while not outer and self._late:
+                    self._free(self._late.pop())
+                self._open = outer
+
+    # -- going
+
+    def _drop(self, entry: Entry) -> None:
+        for needed in entry.needs:
+            needed.needed_by += 1
+        entry.state = State.DROPPED
+        self.resident -= entry.nbytes
+        self.hands.let_go(entry)
+
+    def _send(self, entry: Entry) -> bool:
+        """Queue its copy to the tier; False where the tier is full: then it stays."""
+        try:
+            slot = self.tier.allocate(entry.nbytes)
+        except TierFullError:
+            self.account.refused += 1
+            return False
+        entry.state, entry.slot = State.LEAVING, slot
+        self.leaving_bytes += entry.nbytes
+        self._leaving.append(entry)
+        entry.transfer = self.tier.write(slot, self.hands.source(entry), lambda error: self._left(entry, slot, error))
+        return True
+
+    def _left(self, entry: Entry, slot: Slot, error: BaseException | None) -> None:
+        """The copy out has ended."""
+        self.leaving_bytes -= entry.nbytes
+        self.account.bytes_out += slot.nbytes
+        self.account.writes += 1
+        wanted = entry.state is State.LEAVING and entry.slot is slot  # not freed nor asked for in the meantime
+        if not wanted or error is not None:
+            self.tier.release(slot)
+            if error is not None:
+                self.account.refused += 1
+            if wanted:
+                entry.state, entry.slot = State.RESIDENT, None
+            return
+        entry.state = State.AWAY
+        self.resident -= entry.nbytes
+        self.hands.let_go(entry)
+
+    def _press(self) -> None:
+        """Hold the allowance: send victims out if the schedule names some, and wait for what is leaving."""
+        self.tier.poll()
+        allowed = self.schedule.allowed(self.event)
+        victims = self.schedule.victims
+        if victims is not None and self.resident - self.leaving_bytes > allowed:
+            idle = self._idle()
+            while idle and self.resident - self.leaving_bytes > allowed:
+                victim = victims(idle)
+                idle.remove(victim)
+                if not self._send(victim):
+                    break
+        while self._leaving and (self.resident > allowed or self.leaving_bytes > self.schedule.pending):
+            self.account.write_stall += self._wait_oldest()
+        if self.resident > allowed:
+            self.account.over_allowance += 1
+
+    def _wait_oldest(self) -> float:
+        entry = self._leaving.popleft()
+        if entry.state is State.LEAVING and entry.transfer is not None:
+            return entry.transfer.wait()
+        return 0.0
+
+    def _idle(self) -> list[Entry]:
+        return [e for e in self.entries if e.state is State.RESIDENT and not e.used and (e.users or e.needed_by)]
+
+    # -- coming back
+
+    def _begin_return(self) -> None:
+        if self._cursor is None:
+            order = self.schedule.order
+            self._sequence = order if len(order) == len(self.entries) else range(len(self.entries) - 1, -1, -1)
+            self._cursor = 0
+
+    def _next_use(self, entry: Entry) -> int:
+        """Place in the learned order of first uses; without one, what was saved first is used last."""
+        order = self.schedule.order
+        if len(order) > entry.index:
+            try:
+                return order.index(entry.index)
+            except ValueError:
+                return len(order)
+        return -entry.index
+
+    def _ensure(self, entry: Entry) -> None:
+        self.tier.poll()
+        if entry.state is State.RESIDENT:
+            self.account.hits += 1
+            return
+        if entry.state is State.DROPPED:
+            self._compute_again(entry)
+            return
+        if entry.state is State.LEAVING:
+            self._call_back(entry)
+            return
+        if entry.state is State.AWAY:
+            self.account.misses += 1
+            self._fetch(entry, urgent=True)
+        if entry.state is State.COMING and entry.transfer is not None:
+            self.account.read_stall += entry.transfer.wait()
+        if entry.failure is not None:
+            raise entry.failure
+
+    def _compute_again(self, entry: Entry) -> None:
+        for needed in entry.needs:
+            self._ensure(needed)
+        self._arrive(entry.nbytes)
+        start = self.clock.now()
+        self.hands.recompute(entry)
+        self.account.recompute += self.clock.now() - start
+        self.account.recomputed += 1
+        self.account.recomputed_bytes += entry.nbytes
+        entry.state = State.RESIDENT
+        self._done_with_needs(entry)
+
+    def _call_back(self, entry: Entry) -> None:
+        """It is asked for while it leaves: it is still here, and stays."""
+        assert entry.transfer is not None
+        assert entry.slot is not None
+        if entry.transfer.cancel():
+            self.leaving_bytes -= entry.nbytes
+            self.account.cancelled += 1
+            self.tier.release(entry.slot)
+        entry.state, entry.slot, entry.transfer = State.RESIDENT, None, None
+
+    def _fetch(self, entry: Entry, *, urgent: bool = False) -> None:
+        target = self.hands.target(entry)
+        self._arrive(entry.nbytes)
+        entry.state = State.COMING
+        slot = entry.slot
+        assert slot is not None
+        entry.transfer = self.tier.read(slot, target, lambda error: self._came(entry, slot, error), urgent=urgent)
+
+    def _came(self, entry: Entry, slot: Slot, error: BaseException | None) -> None:
+        """The copy back has ended."""
+        self.account.bytes_in += slot.nbytes
+        self.account.reads += 1
+        self.tier.release(slot)
+        entry.slot = None
+        if entry.state is State.COMING:
+            entry.state = State.RESIDENT
+            entry.failure = error
+
+    def _prefetch(self) -> None:
+        """Bring back what is used next, in order, as far as the allowance goes."""
+        if self._cursor is None or not self.schedule.prefetch:
+            return
+        allowed = self.schedule.allowed(self.event)
+        while self._cursor < len(self._sequence):
+            entry = self.entries[self._sequence[self._cursor]]
+            if entry.state is State.AWAY and (entry.users or entry.needed_by):
+                if self.resident + entry.nbytes > allowed:
+                    return
+                self._fetch(entry)
+            elif entry.state is State.LEAVING:
+                self._call_back(entry)
+            self._cursor += 1
+
+    # -- the end
+
+    def _free(self, entry: Entry) -> None:
+        entry.users -= 1
+        if entry.users == 0:
+            self.event += 1
+        self._free_if_unneeded(entry)
+        if entry.state is State.FREED and self._cursor is not None:
+            self._prefetch()
+
+    def _done_with_needs(self, entry: Entry) -> None:
+        needs, entry.needs = entry.needs, ()
+        for needed in needs:
+            needed.needed_by -= 1
+            self._free_if_unneeded(needed)
+
+    def _free_if_unneeded(self, entry: Entry) -> None:
+        if entry.users or entry.needed_by or entry.state is State.FREED:
+            return
+        before, entry.state = entry.state, State.FREED
+        if before in (State.RESIDENT, State.COMING, State.LEAVING):
+            self.resident -= entry.nbytes
+        if before is State.LEAVING and entry.transfer is not None and entry.slot is not None and entry.transfer.cancel():
+            self.leaving_bytes -= entry.nbytes
+            self.account.cancelled += 1
+            self.tier.release(entry.slot)
+        elif before is State.AWAY and entry.slot is not None:
+            self.tier.release(entry.slot)
+        if before is State.DROPPED:
+            self._done_with_needs(entry)
+        entry.slot = None
+        self.hands.let_go(entry)
+
+    def _arrive(self, nbytes: int) -> None:
+        self.resident += nbytes
+        self.account.peak = max(self.account.peak, self.resident)

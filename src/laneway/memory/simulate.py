@@ -1,0 +1,106 @@
+"""A plan tried on paper: the pass of a profile run again on a virtual clock, by the code that also moves the real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from laneway.memory.clock import VirtualClock
+from laneway.memory.profile import PassProfile, ahead
+from laneway.memory.residency import Account, Choice, Entry, Residency, Schedule
+from laneway.memory.simulated import SimulatedTier
+
+LOOK_AHEAD = 8  # events of unmanaged demand that the allowance leaves room for, so that what comes back early doesn't overshoot
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way to the tier: bytes per second each way, seconds a transfer takes on top, whether both ways go at once."""
+
+    write_bandwidth: float
+    read_bandwidth: float
+    latency: float = 1e-4
+    duplex: bool = False
+    capacity: int = 1 << 60
+
+    def tier(self, clock: VirtualClock) -> SimulatedTier:
+        """A simulated tier behind this link."""
+        return SimulatedTier(clock, self.capacity, self.write_bandwidth, self.read_bandwidth, self.latency, self.duplex)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a plan comes to: seconds of the pass, most bytes on the device, and the books."""
+
+    seconds: float
+    peak: int
+    account: Account
+    busy_seconds: float
+
+
+def allowances(profile: PassProfile, budget: float) -> list[float]:
+    """Managed bytes that may be resident at each event, so that all bytes stay within ``budget``."""
+    return [budget - other for other in ahead([event.other for event in profile.events], LOOK_AHEAD)]
+
+
+def simulate(
+    profile: PassProfile, choices: Sequence[Choice], link: Link, budget: float, *, speed: float = 1.0, prefetch: bool = True
+) -> Outcome:
+    """Run the pass.
+
+    Args:
+        choices: for each entry.
+        link: the way to the tier.
+        budget: bytes on the device.
+        speed: how much faster than in the profile the computation is assumed to be.
+        prefetch: bring entries back before they are asked for.
+    """
+    clock = VirtualClock()
+    tier = link.tier(clock)
+    return _Pass(profile, clock, 1.0 / speed).run(tier, Schedule(choices, allowances(profile, budget), profile.order(), prefetch))
+
+
+class _Pass:
+    """The events of a profile; also the hands that have nothing to touch."""
+
+    def __init__(self, profile: PassProfile, clock: VirtualClock, scale: float) -> None:
+        self.profile, self.clock, self.scale = profile, clock, scale
+        self.entries: dict[int, Entry] = {}
+
+    def run(self, tier: SimulatedTier, schedule: Schedule) -> Outcome:
+        books, peak = Residency(tier, self.clock, self), 0
+        books.begin(schedule)
+        for event in self.profile.events:
+            peak = max(peak, event.other + books.resident)
+            self.clock.advance(event.seconds * self.scale)
+            if event.kind == "save":
+                books.save(self._entry(event.entry, schedule))
+            elif event.kind == "use":
+                books.use(self.entries[event.entry])
+            else:
+                books.free(self.entries[event.entry])
+        self.clock.advance(self.profile.tail * self.scale)
+        return Outcome(self.clock.now(), peak, books.account, tier.busy_seconds)
+
+    def _entry(self, index: int, schedule: Schedule) -> Entry:
+        facts = self.profile.entries[index]
+        entry = self.entries[index] = Entry(index, facts.nbytes)
+        if schedule.choice(index) is Choice.RECOMPUTE:
+            entry.seconds = (facts.seconds or 0.0) * self.scale
+            entry.needs = tuple(self.entries[needed] for needed in facts.needs)
+        return entry
+
+    # -- hands
+
+    def source(self, entry: Entry) -> None:
+        """Nothing to write."""
+
+    def target(self, entry: Entry) -> None:
+        """Nothing to read into."""
+
+    def let_go(self, entry: Entry) -> None:
+        """Nothing to let go of."""
+
+    def recompute(self, entry: Entry) -> None:
+        """Time passes."""
+        self.clock.advance(entry.seconds)

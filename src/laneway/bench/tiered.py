@@ -1,20 +1,20 @@
 """``laneway bench memory``: a training step under a budget of memory, against plain training and other ways to need less.
 
-All variants train one model in turns, in one process and under one allocator, which counts every byte of every tensor. The peak is
-the most bytes alive in a step, parameters, gradients and optimizer state included. Before the rounds each variant computes the
+All variants train one model in turns, in one process and under one allocator, which counts every byte of every tensor. The peak
+is the most bytes alive in a step, parameters, gradients and optimizer state included. Before the rounds each variant computes the
 gradients of one batch, and they are compared with those of plain training bit for bit.
 
 β says what is possible: bytes that the forward pass saves per second over what the tier takes per second. The table
-``memory_virtual`` has a tier of a chosen bandwidth whose time is modelled: it passes on a clock of main-thread CPU seconds plus the
-waiting, so that β can be set on any machine.
+``memory_virtual`` has a tier of a chosen bandwidth whose time is modelled: it passes on a clock of main-thread CPU seconds plus
+the waiting, so that β can be set on any machine.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laneway.bench.rows import Report, Row
-from laneway.bench.stats import Interval, parts, quartiles
+from laneway.bench.stats import parts, quartiles
 from laneway.bench.threads import using_threads
 from laneway.bench.tiered_models import MODELS, Size
 from laneway.bench.tiered_peers import PEERS
@@ -34,7 +34,7 @@ from laneway.memory.counting import CountingAllocator
 from laneway.memory.manage import make_tier
 from laneway.memory.manager import MemoryManager
 from laneway.memory.meter import device_meter
-from laneway.memory.optimizer_state import StreamedOptimizerState
+from laneway.memory.residency import Choice
 from laneway.memory.simulated import SimulatedTier
 from laneway.memory.tier import Tier
 
@@ -64,7 +64,7 @@ class MemoryOptions:
     virtual: tuple[float, ...] = (200.0,)
     folder: str = ""
     seconds: float = 120.0
-    size: Size = Size()
+    size: Size = field(default_factory=Size)
 
     def check(self) -> None:
         """Raise InputError for the first field that is wrong."""
@@ -86,7 +86,8 @@ class MemoryOptions:
 def quick(options: MemoryOptions) -> MemoryOptions:
     """At most a minute on two cores: a smaller network, one model, one budget."""
     size = Size(layers=6, dim=192, heads=6, vocabulary=1024, length=128, batch=8)
-    return replace(options, models=options.models[:1], dtype=options.dtype[:1], budgets=options.budgets[:1], seconds=8.0, size=size)
+    first = {"models": options.models[:1], "dtype": options.dtype[:1], "budgets": options.budgets[:1]}
+    return replace(options, **first, peers=("checkpoint",), seconds=6.0, size=size)
 
 
 def run(options: MemoryOptions, progress: Callable[[str], None] = lambda line: None) -> Report:
@@ -173,15 +174,10 @@ class _Bench:
         """All variants, timed in turns."""
         variants = [_Variant(name, 1.0, lambda name=name: PEERS[name](self.model)) for name in ("none", *self.options.peers)]  # type: ignore[misc]
         variants += [self._managed(share) for share in self.options.budgets]
-        exact, peaks = {}, {}
+        exact = {variant.name: self._exact(variant) for variant in variants}
+        self.wanted, peaks = [], {}
         for variant in variants:
-            if variant.manager is not None:
-                for _ in range(3):  # the record, its plan, and the plan once the optimizer's state is counted
-                    self._stepped(variant)
-            with variant.around():
-                gradients = self._gradients()
-            exact[variant.name] = all(torch.equal(a, b) for a, b in zip(gradients, self.wanted, strict=True))
-            del gradients
+            self._stepped(variant)
             peaks[variant.name] = self._peak(lambda v=variant: self._stepped(v))  # type: ignore[misc]
             progress(f"  {variant.name}: peak {peaks[variant.name] / self.plain_peak:.3f} of plain, exact {exact[variant.name]}")
         process: dict[str, list[float]] = {variant.name: [] for variant in variants}
@@ -197,6 +193,15 @@ class _Bench:
             self._row(variant, samples, whole, peaks[variant.name], exact[variant.name], first.get(variant.name, 0))
             for variant in variants
         ]
+
+    def _exact(self, variant: _Variant) -> bool:
+        """Whether the gradients are those of plain training; a manager's on the pass it records and on those it plans."""
+        same = []
+        for _ in range(1 if variant.manager is None else 3):
+            with variant.around():
+                gradients = self._gradients()
+            same += [torch.equal(a, b) for a, b in zip(gradients, self.wanted, strict=True)]
+        return all(same)
 
     def _managed(self, share: float) -> _Variant:
         config = MemoryConfig(budget=str(int(share * self.plain_peak)), folder=self.options.folder, collective_reservation=0.0)
@@ -258,7 +263,8 @@ class _Bench:
             for share in self.options.budgets:
                 for recompute in (False, True):
                     found.append(self._virtual(bandwidth, share, recompute))
-                    progress("  virtual {bandwidth_mb_s:g} MB/s {variant} {budget_share}: overhead {overhead:.3f}".format(**found[-1]))
+                    row = found[-1]
+                    progress(f"  {bandwidth:g} MB/s, {row['variant']}, budget {share}: overhead {row['overhead']:.3f}")
         return found
 
     def _virtual(self, bandwidth: float, share: float, recompute: bool) -> Row:
@@ -266,28 +272,26 @@ class _Bench:
         tier = SimulatedTier(clock, 1 << 40, bandwidth * 1e6, bandwidth * 1e6, latency=1e-4, copying=clock.aside)
         config = MemoryConfig(budget=str(int(share * self.plain_peak)), collective_reservation=0.0)
         manager = MemoryManager(self.model, config, tier, _Without(self.allocator, self), CPU, clock=clock, recompute=recompute)
-        for _ in range(3):
-            with manager:
-                self.step()
+        variant = _Variant("virtual", share, lambda: manager, manager)
+        self.wanted = self._gradients()
+        exact = self._exact(variant)
+        self.wanted = []
+        self._stepped(variant)
         before = manager.counted
-        with manager:
-            gradients = self._gradients()
-        exact = all(torch.equal(a, b) for a, b in zip(gradients, self.wanted, strict=True))
-        del gradients
         for _ in range(3):
             with manager:
                 self.step()
         plan = list(manager.plans.values())[-1]
-        reports = list(manager.passes)[-(manager.counted - before - 1) :]
+        reports = list(manager.passes)[-(manager.counted - before) :]
         base = plan.unmanaged.seconds
-        again = sum(plan.profile.blocks[number].seconds for number in plan.blocks)  # a checkpointed block is no entry of the books
+        again = sum(plan.profile.blocks[number].seconds for number in plan.blocks)  # checkpointed blocks are not in the books
         spent = [report.account.stall + report.account.recompute + again for report in reports]
         return {
             "model": self.name, "dtype": self.dtype, "bandwidth_mb_s": bandwidth, "beta": plan.beta, "budget_share": share,
             "variant": "mixed" if recompute else "move only", "exact": int(exact),
             "peak_ratio": max(report.peak for report in reports) / self.plain_peak, "feasible": int(plan.feasible),
             "predicted_overhead": plan.overhead, "overhead": quartiles(spent)[1] / base,
-            "moved": plan.count(_MOVE)[0], "recomputed": plan.count(_RECOMPUTE)[0], "checkpointed": len(plan.blocks),
+            "moved": plan.count(Choice.MOVE)[0], "recomputed": plan.count(Choice.RECOMPUTE)[0], "checkpointed": len(plan.blocks),
         }  # fmt: skip
 
 

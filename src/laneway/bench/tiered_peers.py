@@ -1,7 +1,8 @@
-"""Other ways to need less memory for saved tensors, as ``laneway bench memory`` compares them: what torch offers and what people write."""
+"""Other ways to need less memory for saved tensors: what torch offers, and what people write."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -62,18 +63,16 @@ def saved_by_torch_save(model: nn.Module) -> Generator[None]:
 
 class _WaitingFile:
     def __init__(self, descriptor: int) -> None:
-        import os
-
-        self.os, self.descriptor, self.end = os, descriptor, 0
+        self.descriptor, self.end = descriptor, 0
 
     def pack(self, tensor: Tensor) -> tuple[int, Tensor] | Tensor:
         if isinstance(tensor, nn.Parameter):
             return tensor.detach()
         flat = tensor.detach().contiguous()
-        data = memoryview(flat.view(torch.uint8).numpy().reshape(-1)) if flat.numel() else memoryview(b"")
+        data = _bytes(flat)
         at, self.end = self.end, self.end + len(data)
         while len(data):
-            data = data[self.os.pwrite(self.descriptor, data, at + flat.nbytes - len(data)) :]
+            data = data[os.pwrite(self.descriptor, data, at + flat.nbytes - len(data)) :]
         return at, torch.empty_like(flat, device="meta")
 
     def unpack(self, held: tuple[int, Tensor] | Tensor) -> Tensor:
@@ -81,9 +80,12 @@ class _WaitingFile:
             return held
         at, like = held
         found = torch.empty_like(like, device="cpu")
-        if found.numel():
-            self.os.preadv(self.descriptor, [memoryview(found.view(torch.uint8).numpy().reshape(-1))], at)
+        os.preadv(self.descriptor, [_bytes(found)], at)
         return found
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 class _Files:

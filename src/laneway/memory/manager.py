@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from laneway.memory.clock import Clock, WallClock
 from laneway.memory.config import MemoryConfig
 from laneway.memory.extents import Known, storages
 from laneway.memory.meter import Meter
-from laneway.memory.optimizer_state import StreamedOptimizerState
 from laneway.memory.plan import Plan, make_plan
 from laneway.memory.predict import Forecaster, Signature
 from laneway.memory.profile import PassProfile
@@ -31,6 +30,9 @@ from laneway.memory.residency import Account, Choice, Entry, Schedule
 from laneway.memory.simulate import Link
 from laneway.memory.tier import Tier
 from laneway.memory.watch import Watch, find_blocks
+
+if TYPE_CHECKING:
+    from laneway.memory.optimizer_state import StreamedOptimizerState
 
 UNKNOWN_HEADROOM = 0.25  # of what is left of the budget: kept free for what a pass never seen makes beside what it saves
 DRIFT = 0.01  # of the budget: a plan is made anew when what lives between passes has changed by more

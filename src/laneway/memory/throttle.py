@@ -12,7 +12,7 @@ class Throttle:
 
     Args:
         bytes_per_second, operations_per_second: the caps; 0: none.
-        reservation: share of the link, and of the caps, that is taken away while ``busy()``: a collective is in flight; 0 to 1.
+        reservation: share of the link and of the caps that is taken away while ``busy()`` says a collective is in flight, 0 to 1.
         busy: whether one is.
         burst: seconds of unused allowance that may be saved up.
     """

@@ -61,6 +61,7 @@ class Training:
         self.step = 0
 
     def __call__(self, length: int, micro_batches: int = 1) -> float:
+        torch.manual_seed(self.step)  # of the dropout too
         generator = torch.Generator().manual_seed(self.step)
         self.step += 1
         total = 0.0

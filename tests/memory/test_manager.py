@@ -1,4 +1,4 @@
-"""The manager around ordinary training: same numbers, within the budget, planned after the first pass, anew when the shape is new."""
+"""The manager around ordinary training: the same numbers, within the budget, planned after the first pass of each shape."""
 
 from __future__ import annotations
 
@@ -206,12 +206,15 @@ def test_validation_between_steps_and_paused_work_are_left_alone(tmp_path, alloc
 
 def test_on_twice_and_wrong_fields_are_refused(tmp_path, allocator):
     training = Training()
-    with manage_memory(training.model, budget="1GiB", folder=str(tmp_path)) as manager, pytest.raises(LanewayError, match="on already"):
+    with (
+        manage_memory(training.model, budget="1GiB", folder=str(tmp_path)) as manager,
+        pytest.raises(LanewayError, match="on already"),
+    ):
         manager.__enter__()
     manager.close()
-    with pytest.raises(InputError, match="memory.policy"):
+    with pytest.raises(InputError, match=r"memory\.policy"):
         manage_memory(training.model, budget="1GiB", policy="belady")
-    with pytest.raises(InputError, match="memory.budget"):
+    with pytest.raises(InputError, match=r"memory\.budget"):
         manage_memory(training.model, budget="a lot")
     with pytest.raises(InputError, match=r"memory\.tiers.*did you mean 'tier'"):
         manage_memory(training.model, tiers="disk")

@@ -22,7 +22,10 @@ from laneway.memory.meter import Meter, device_meter, host_capacity
 from laneway.memory.throttle import Throttle
 from laneway.memory.tier import Tier
 
-LEAST_FILE, FILE_OVER_BUDGET = 1 << 30, 4  # the disk tier's file: 4 × the budget, not less than 1 GiB, at most half of what is free
+LEAST_FILE, FILE_OVER_BUDGET = (
+    1 << 30,
+    4,
+)  # the disk tier's file: 4 × the budget, not less than 1 GiB, at most half of what is free
 
 
 def manage_memory(

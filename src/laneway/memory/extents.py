@@ -41,7 +41,7 @@ class View:
     def of(cls, tensor: Tensor) -> View:
         """The view that ``tensor`` is."""
         return cls(
-            tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+            tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
         )  # fmt: skip
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:

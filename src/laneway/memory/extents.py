@@ -100,6 +100,8 @@ def _parts(tensor: Tensor) -> Iterable[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from _parts(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):
+                yield from _parts(part)
     elif tensor.layout is torch.strided and tensor.device.type != "meta":
         yield tensor

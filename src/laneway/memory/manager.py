@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from laneway.core import LanewayError
 from laneway.memory.activations import Activations
@@ -107,6 +108,7 @@ class MemoryManager:
         self._began = 0.0
         self._strayed = False
         self._predicted: float | None = None
+        self._gathered: list[Any] = []
         self._hooks: Any = None
         self._root: Any = None
 
@@ -116,13 +118,15 @@ class MemoryManager:
         if self._root is not None:
             raise LanewayError("the memory manager is on already")
         self._root = self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._gathered = [m.register_forward_pre_hook(self._own_parameters) for m in self._sharded_modules()]
         self._hooks = self.activations.hooks()
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
-        self._root.remove()
+        for hook in (self._root, *self._gathered):
+            hook.remove()
         self.end_pass()
         self._hooks = self._root = None
 
@@ -137,6 +141,17 @@ class MemoryManager:
         """Within, tensors are saved as if there were no manager."""
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
             yield
+
+    def _sharded_modules(self) -> list[nn.Module]:
+        """Modules with parameters that FSDP2 gathers for their forward pass: only then it is known where they lie."""
+        if not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            return []
+        return [module for module in self.model.modules() if any(p is not None for p in module._parameters.values())]
+
+    def _own_parameters(self, module: nn.Module, args: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                self._owned.put(parameter, True)
 
     # -- passes
 

@@ -1,4 +1,4 @@
-"""Counts live storages operator by operator, and takes down what each was made of: ``other`` bytes and recompute costs of traces."""
+"""Counts live storages operator by operator and takes down how each was made: ``other`` bytes and recompute costs of traces."""
 
 from __future__ import annotations
 
@@ -106,13 +106,8 @@ class Census(TorchDispatchMode):
 
     def costs(self, entries: Sequence[Entry], events: Sequence[Event]) -> list[Entry]:
         """The entries with what recomputing them costs, where that is possible at their last use."""
-        last_use: dict[int, int] = {}
-        ends: dict[int, int] = {}
-        for index, event in enumerate(events):
-            if event.action == "use":
-                last_use[event.entry] = index
-            elif event.action == "free":
-                ends[event.entry] = index
+        last_use = {event.entry: index for index, event in enumerate(events) if event.action == "use"}
+        ends = {event.entry: index for index, event in enumerate(events) if event.action == "free"}
         produced: dict[int, list[int]] = {}
         for index, event in enumerate(events):
             if event.action == "produce":

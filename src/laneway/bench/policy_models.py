@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laneway.bench.policy_traces import Workload
+from laneway.bench.policy_traces import Workload, record
+from laneway.bench.threads import using_threads
 from laneway.data.sources import STDLIB, find_sources
+from laneway.memory.allocator import keep_freed_memory
 from laneway.models.convnet import ConvNet, ConvNetConfig
 from laneway.models.gpt import GPT, GPTConfig, RMSNorm
 
@@ -51,16 +54,17 @@ def long_context(dim: int = 256, layers: int = 3, context: int = 4096, steps: in
 
 
 class Expert(nn.Module):
-    """down(gelu(up(x)))."""
+    """down(gelu(up(x))), both matrices in one parameter [2, hidden, c]."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
+        self.weight = nn.Parameter(torch.randn(2, hidden, dim) * dim**-0.5)
+        with torch.no_grad():
+            self.weight[1] *= (dim / hidden) ** 0.5
 
     def forward(self, x_tc: Tensor) -> Tensor:
         """[tokens, c] → the same shape."""
-        return self.down(F.gelu(self.up(x_tc)))
+        return F.gelu(x_tc @ self.weight[0].t()) @ self.weight[1]
 
 
 class Mixture(nn.Module):
@@ -118,7 +122,7 @@ class MoE(nn.Module):
 
 
 def moe(
-    dim: int = 128, hidden: int = 512, layers: int = 6, experts: int = 16, top: int = 2, tokens: int = 64, steps: int = 32
+    dim: int = 128, hidden: int = 512, layers: int = 6, experts: int = 16, top: int = 2, tokens: int = 64, steps: int = 20
 ) -> Workload:
     """Sixteen experts a layer. The router is trained on text in its own order, so the experts in use change with the text."""
     state = _trained(dim, hidden, layers, experts, top, tokens)
@@ -161,9 +165,22 @@ def resnet(widths: Sequence[int] = (32, 64, 128), blocks: int = 3, size: int = 3
 
 
 RECORDED: dict[str, tuple[Callable[[], Workload], int, int]] = {
-    "gpt": (gpt, 1, 4),
-    "moe": (moe, 1, 24),
-    "long": (long_context, 1, 4),
-    "resnet": (resnet, 1, 4),
+    "gpt": (gpt, 1, 5),
+    "moe": (moe, 1, 16),
+    "long": (long_context, 1, 5),
+    "resnet": (resnet, 1, 5),
 }
 """Workload, steps before the recording, steps recorded."""
+
+
+def record_all(folder: Path, progress: Callable[[str], None] = lambda line: None) -> None:
+    """Record every workload on one thread into ``folder/NAME.json.gz``. Freed memory stays with the process meanwhile."""
+    kept = keep_freed_memory()
+    try:
+        with using_threads(1):
+            for name, (make, warm, steps) in RECORDED.items():
+                progress(f"recording {name}: {steps} steps")
+                record(name, make, warm=warm, steps=steps).save(folder / f"{name}.json.gz")
+    finally:
+        if kept:
+            keep_freed_memory(False)

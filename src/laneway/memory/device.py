@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from laneway.core import LanewayError
+from laneway.memory.held import Held, known_uses
 from laneway.memory.link import Link, Way
 from laneway.memory.next_use import Expected, NextUse
-from laneway.memory.policies import SOON, Policy, Victim, View
-from laneway.memory.trace import Entry, Event, Trace
+from laneway.memory.policies import Policy, Victim, View
+from laneway.memory.trace import Event, Trace
 
 LATE = 0.05
 """Share of a step by which an entry may be late before its prediction is given up."""
@@ -43,35 +43,6 @@ class Counters:
     recomputations: int = 0
 
 
-class Held:
-    """One entry as the device and its policies see it."""
-
-    __slots__ = (
-        "again", "arrival", "born", "copied", "depth", "dropped", "entry", "known_use", "last_use", "nbytes", "next_use", "number",
-        "out_seconds", "reload_seconds", "resident", "sure",
-    )  # fmt: skip
-
-    def __init__(self, number: int, entry: Entry, link: Link, again: Callable[[Held], float | None]) -> None:
-        self.number, self.entry, self.nbytes, self.depth = number, entry, entry.nbytes, entry.depth
-        self.out_seconds, self.reload_seconds = link.out_seconds(entry.nbytes), link.in_seconds(entry.nbytes)
-        self.born = self.last_use = 0.0
-        self.next_use = self.known_use = math.inf
-        self.sure = self.resident = self.dropped = False
-        self.arrival = 0.0
-        self.copied: float | None = None  # when slow memory has it as it is now; None: it does not
-        self.again = again
-
-    @property
-    def write_seconds(self) -> float:
-        """Time of the link to move it out."""
-        return self.out_seconds if self.copied is None else 0.0
-
-    @property
-    def recompute_seconds(self) -> float | None:
-        """Compute, and reloads of inputs, to make it again; None where it can't be dropped now."""
-        return self.again(self)
-
-
 class Device:
     """Runs a trace step by step; ``policy`` may be exchanged between steps."""
 
@@ -80,7 +51,7 @@ class Device:
         self.held = [Held(number, entry, options.link, self._again) for number, entry in enumerate(trace.entries)]
         for number in trace.given:
             self.held[number].copied = 0.0
-        self._known = _known_uses(trace)
+        self._known = known_uses(trace)
         self._dropped_on = [0] * len(self.held)
         self._predict = NextUse(trace.entries)
         self._residents: dict[int, Held] = {}
@@ -205,10 +176,10 @@ class Device:
                 found.append(held)
         return found
 
-    def _victims(self, need: int, candidates: list[Held]) -> list[Victim]:
+    def _victims(self, need: int, candidates: list[Held], urgent: bool = False) -> list[Victim]:
         ways = self._in, self._out
         busy, backlog = [way.busy for way in ways], [way.backlog(self._now) for way in ways]
-        return self.policy(View(self._compute, need, candidates, *busy, *backlog))
+        return self.policy(View(self._compute, need, candidates, *busy, *backlog, urgent))
 
     def _make_room(self, nbytes: int) -> None:
         """Evict, and wait, until ``nbytes`` more fit."""
@@ -216,7 +187,7 @@ class Device:
             self._release()
             need = self._short(nbytes) - self._leaving_bytes()
             if need > 0:
-                victims = self._victims(need, self._candidates())
+                victims = self._victims(need, self._candidates(), urgent=True)
                 for victim in victims:
                     self._evict(victim)
                 if not victims and not self._leaving and not self._wait_for_arrival():
@@ -408,21 +379,3 @@ class Device:
                 assert isinstance(victim.entry, Held)
                 self._copy_out(victim.entry)
                 return
-
-
-def _known_uses(trace: Trace) -> list[float]:
-    """For every event, the time of compute of the entry's next use (later events a little later); infinity for none."""
-    times, now = [], 0.0
-    for event in trace.events:
-        now += event.gap
-        times.append(now)
-    following: dict[int, float] = {}
-    found = [math.inf] * len(trace.events)
-    for index in range(len(trace.events) - 1, -1, -1):
-        event = trace.events[index]
-        found[index] = following.get(event.entry, math.inf)
-        if event.action == "use":
-            following[event.entry] = times[index] + index * 1e-12
-        elif event.action == "produce":
-            following.pop(event.entry, None)
-    return found

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 
 from laneway.memory.trace import PERSISTENT, Entry
 
-DECAY = 0.8
+DECAY = 0.9
 """Weight of the past in the popularity of an expert's module, per step."""
-RAREST = 0.02
+PRIOR = 0.2
+"""Steps with and without, each, that the popularity starts from."""
 SURE = 0.95
 """Popularity from which an expert's module counts as always used."""
 
@@ -53,7 +54,8 @@ class NextUse:
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = entries
         self._sporadic = {entry.module for entry in entries if entry.kind == "expert"}
-        self._popularity: dict[str, float] = {}
+        self._uses: dict[str, float] = {}  # decayed number of steps with the module, and of all
+        self._weight = 0.0
         self._seen_modules: set[str] = set()
         self._roles: dict[int, Role] = {}
         self._counts: dict[tuple[str, str], int] = {}
@@ -82,8 +84,8 @@ class NextUse:
                 history.learned, history.current = history.current, []
         for module in self._sporadic:
             used = float(module in self._seen_modules)
-            before = self._popularity.get(module, used)
-            self._popularity[module] = DECAY * before + (1.0 - DECAY) * used
+            self._uses[module] = DECAY * self._uses.get(module, 0.0) + used
+        self._weight = DECAY * self._weight + 1.0
         self._seen_modules.clear()
 
     def _role(self, number: int) -> Role:
@@ -124,7 +126,7 @@ class NextUse:
         """First access of a step at ``first``, if the entry takes part in that step; else of a later one."""
         if entry.module not in self._sporadic:
             return Expected(first, True)
-        popularity = max(self._popularity.get(entry.module, 1.0), RAREST)
+        popularity = (self._uses.get(entry.module, 0.0) + PRIOR) / (self._weight + 2.0 * PRIOR)
         return Expected(first + (1.0 / popularity - 1.0) * self._length, popularity >= SURE)
 
     def sporadic(self, number: int) -> bool:

@@ -76,6 +76,8 @@ class View:
     """Seconds until the link has brought in what was asked for."""
     write_backlog: float = 0.0
     """Seconds until it has moved out what was asked for."""
+    urgent: bool = True
+    """The step waits for the room; False where it is made ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,43 +116,46 @@ def belady(view: View) -> list[Victim]:
 class Tuning:
     """What ``cost_aware`` can be set to; ``VARIANTS`` are tried in the simulated device.
 
-    ``trust`` is the share of the link's idle time before the next use that is believed to hide the reload (0 none). ``writes``
-    is the weight of the time to move out, ``recompute`` that of the time to recompute (infinity never drops).
+    ``trust`` is the share of the link's idle time that is believed to hide transfers (0 none: every transfer costs its time).
+    ``recompute`` is the weight of the time to recompute over that of the link (infinity never drops).
     """
 
-    trust: float = 0.5
-    writes: float = 1.0
+    trust: float = 1.0
     recompute: float = 1.0
 
 
 FLOOR = 0.05
-"""Part of a reload that no idle time hides: the link may have better things to do."""
+"""Part of a transfer that no idle time hides: the link may have better things to do."""
 
 
-def cost_aware(view: View, tuning: Tuning = Tuning()) -> list[Victim]:  # noqa: B008 (frozen)
+def cost_aware(view: View, tuning: Tuning = Tuning()) -> list[Victim]:
     """Lowest value first: the cost of having the entry again, per byte and second that it would be gone.
 
-    The cost is the smaller of moving (reload, less what the idle link hides before the next use, plus moving out) and
-    recomputing. So an idle link never recomputes and a full one does; an entry that is long not needed goes first, as in Belady's
-    rule, and among those the cheap ones. Entries that turn out not to be needed for the room are kept.
+    The cost is the smaller of moving and recomputing. Moving costs the reload, less what the idle link hides before the next use,
+    and the time until it is out, if the step waits for that. So an idle link never recomputes and a full one does; an entry that
+    is long not needed goes first, as in Belady's rule, and among those the cheap ones. Entries that turn out not to be needed for
+    the room are kept.
     """
-    now, idle, backlog = view.now, 1.0 - view.read_busy, view.read_backlog
-    writes = tuning.writes * (FLOOR + (1.0 - FLOOR) * view.write_busy if tuning.trust else 1.0)
+    now, trust = view.now, tuning.trust
+    hiding, backlog = trust * (1.0 - view.read_busy), trust * view.read_backlog
+    queue = trust * view.write_backlog if view.urgent else 0.0
+    writes = 1.0 if view.urgent else 1.0 - trust * (1.0 - FLOOR)
     scored: list[tuple[float, int, Victim]] = []
     for number, entry in enumerate(view.residents):
         wait = max(entry.next_use - now, SOON)
-        reload = entry.reload_seconds
-        if wait == math.inf:
-            reload = 0.0
-        elif tuning.trust:
-            reload = max(FLOOR * reload, reload - tuning.trust * max(idle * wait - backlog, 0.0))
-        cost = reload + writes * entry.write_seconds
-        again = entry.recompute_seconds if tuning.recompute < math.inf else None
-        drop = again is not None and tuning.recompute * again < cost
-        if again is not None and drop:
-            cost = tuning.recompute * again
-        value = 0.0 if wait == math.inf else cost / (entry.nbytes * wait)
-        scored.append((value, number, Victim(entry, drop)))
+        cost = 0.0
+        if wait < math.inf:
+            reload = entry.reload_seconds
+            cost = max(FLOOR * reload, reload - max(hiding * wait - backlog, 0.0))
+        write = entry.write_seconds
+        if write:
+            cost += writes * write + queue
+        drop = False
+        if tuning.recompute < math.inf:
+            again = entry.recompute_seconds
+            if again is not None and tuning.recompute * again < cost:
+                drop, cost = True, tuning.recompute * again
+        scored.append((cost / (entry.nbytes * wait), number, Victim(entry, drop)))
     scored.sort(key=lambda item: item[:2])
     return _without_surplus(view, _cover(view.need, (victim for _, _, victim in scored)))
 
@@ -189,8 +194,7 @@ VARIANTS: dict[str, dict[str, Policy]] = {
         "default": cost_aware,
         **{
             f"trust {trust:g}, recompute {recompute:g}": partial(cost_aware, tuning=Tuning(trust=trust, recompute=recompute))
-            for trust in (0.0, 1.0)
-            for recompute in (1.0, 3.0, math.inf)
+            for trust, recompute in ((0.0, 0.5), (0.0, 1.0), (0.0, 2.0), (0.0, 4.0), (0.0, math.inf), (1.0, math.inf))
         },
         "recency": lru,
     }

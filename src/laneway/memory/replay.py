@@ -85,7 +85,7 @@ def replay(
     for step in range(warmup):
         device.run_step(step)
     if warmup and len(variants) > 1:
-        name = _rehearse(trace.until(warmup), variants, device.options, warmup // 2)
+        name = _rehearse(trace.until(warmup), variants, device.options, warmup - max(1, warmup // 3))
         device.policy = variants[name]
     before = device.counted()
     for step in range(warmup, len(trace.steps)):

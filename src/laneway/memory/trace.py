@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -253,8 +253,3 @@ def _dependants(entries: Sequence[Entry]) -> dict[int, list[int]]:
         for other in entry.inputs:
             found.setdefault(other, []).append(index)
     return found
-
-
-def uses(trace: Trace) -> Iterator[tuple[int, int]]:
-    """Pairs (index of the event, entry) of every event that is no free."""
-    return ((index, event.entry) for index, event in enumerate(trace.events) if event.action != "free")

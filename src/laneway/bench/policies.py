@@ -9,7 +9,7 @@ Four targets are judged, over all cells that are there; a miss names its cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,8 @@ WINDOW = 0.4
 """Prefetch window, as a share of a step's compute."""
 WARMUP = 3
 """Steps that are not counted; of long traces, a quarter."""
-LEAST_STALL = 1e-3
-"""Stall below this share of the compute counts as none."""
 
-POINTS, STALL_RATIO, BYTES_OVER_LRU, BYTES_OVER_BELADY = 1.0, 4.0, 0.7, 1.2
+POINTS, STALL_OVER_LRU, BYTES_OVER_LRU, BYTES_OVER_BELADY = 1.0, 0.25, 0.7, 1.2
 Cell = tuple[str, int, float, str]
 
 
@@ -145,12 +143,12 @@ def judge(rows: Sequence[Row]) -> tuple[dict[str, Any], list[str]]:
     unfit = {tuple(row[key] for key in ("trace", "budget")) for row in rows if row["time_s"] is None}
     whole = {cell: by for cell, by in cells.items() if set(by) == set(POLICIES)}
     points = {cell: by["cost_aware"]["overhead_percent"] - by["lru"]["overhead_percent"] for cell, by in whole.items()}
-    stalls = {cell: _stall_ratio(by) for cell, by in whole.items() if _dense(cell)}
+    stalls = {cell: _stalls(by) for cell, by in whole.items() if _dense(cell)}
     demand = {cell: by for cell, by in whole.items() if cell[0] == "moe" and cell[3] == "demand"}
     over_lru = {cell: _ratio(by, "lru") for cell, by in demand.items()}
     over_belady = {cell: _ratio(by, "belady") for cell, by in demand.items()}
     lines = [
-        _line("points of overhead over LRU, any cell", points, max, "≤", POINTS),
+        _line("points of overhead over LRU, any cell", points, POINTS),
         _line(
             "LRU's stall over cost_aware's, dense traces at 200 MB/s, 63 %, prefetch+write-behind", stalls, min, "≥", STALL_RATIO
         ),
@@ -159,10 +157,10 @@ def judge(rows: Sequence[Row]) -> tuple[dict[str, Any], list[str]]:
     ]
     lines += [f"{name} at {share:g} of its peak: an operation does not fit, not replayed" for name, share in sorted(unfit)]
     figures: dict[str, float | None] = {
-        "worst_points_over_lru": _worst(points, max),
-        "least_stall_ratio": _worst(stalls, min),
-        "most_bytes_over_lru": _worst(over_lru, max),
-        "most_bytes_over_belady": _worst(over_belady, max),
+        "most_points_over_lru": _worst(points),
+        "most_stall_over_lru": _worst(stalls),
+        "most_bytes_over_lru": _worst(over_lru),
+        "most_bytes_over_belady": _worst(over_belady),
     }
     return {"cost_aware": figures}, lines
 
@@ -171,11 +169,9 @@ def _dense(cell: Cell) -> bool:
     return cell[0] != "moe" and cell[1:] == (200, 0.63, "prefetch+write-behind")
 
 
-def _stall_ratio(by: Mapping[str, Row]) -> float | None:
-    """LRU's stall over cost_aware's, which counts as at least ``LEAST_STALL`` of the compute; None where LRU has none either."""
-    least = LEAST_STALL * by["lru"]["compute_s"]
+def _stalls(by: Mapping[str, Row]) -> float | None:
     lru, ours = by["lru"]["stall_s"], by["cost_aware"]["stall_s"]
-    return None if max(lru, ours) <= least else lru / max(ours, least)
+    return ours / lru if lru else None
 
 
 def _ratio(by: Mapping[str, Row], other: str) -> float | None:
@@ -183,20 +179,17 @@ def _ratio(by: Mapping[str, Row], other: str) -> float | None:
     return ours / theirs if theirs else None
 
 
-def _worst(found: Mapping[Cell, float | None], pick: Callable[[Iterable[float]], float]) -> float | None:
-    values = [value for value in found.values() if value is not None]
-    return pick(values) if values else None
+def _worst(found: Mapping[Cell, float | None]) -> float | None:
+    return max((value for value in found.values() if value is not None), default=None)
 
 
-def _line(
-    what: str, found: Mapping[Cell, float | None], pick: Callable[[Iterable[float]], float], sign: str, limit: float
-) -> str:
-    worst = _worst(found, pick)
+def _line(what: str, found: Mapping[Cell, float | None], limit: float) -> str:
+    worst = _worst(found)
     if worst is None:
-        return f"no cell: {what} ({sign} {limit:g})"
+        return f"no cell: {what} (≤ {limit:g})"
     measured = {cell: value for cell, value in found.items() if value is not None}
-    missed = {cell: value for cell, value in measured.items() if (value > limit if sign == "≤" else value < limit)}
-    head = f"{'miss' if missed else 'pass'}: {what}: {worst:.2f} ({sign} {limit:g}; {len(measured)} cells)"
+    missed = {cell: value for cell, value in measured.items() if value > limit}
+    head = f"{'miss' if missed else 'pass'}: {what}: {worst:.2f} (≤ {limit:g}; {len(measured)} cells)"
     return head + "".join(f"\n  {_name(cell)}: {value:.2f}" for cell, value in missed.items())
 
 

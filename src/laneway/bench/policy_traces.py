@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,7 +259,7 @@ def _optimizer(own: list[nn.Parameter], lr: float) -> torch.optim.AdamW:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def _without_collector() -> Generator[None]:
     """Saves must end when autograd drops them, not when the collector comes by."""
     gc.collect()
     gc.disable()

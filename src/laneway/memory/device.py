@@ -177,9 +177,9 @@ class Device:
         return found
 
     def _victims(self, need: int, candidates: list[Held], urgent: bool = False) -> list[Victim]:
-        ways = self._in, self._out
-        busy, backlog = [way.busy for way in ways], [way.backlog(self._now) for way in ways]
-        return self.policy(View(self._compute, need, candidates, *busy, *backlog, urgent))
+        read, write, now = self._in, self._out, self._now
+        backlog = read.backlog(now), write.backlog(now)
+        return self.policy(View(self._compute, need, candidates, read.busy, write.busy, *backlog, urgent=urgent))
 
     def _make_room(self, nbytes: int) -> None:
         """Evict, and wait, until ``nbytes`` more fit."""

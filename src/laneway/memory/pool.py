@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -235,7 +235,7 @@ class DynamicAllocator:
         del self._blocks[block.name]
 
     @contextmanager
-    def hold(self, block: Block) -> Iterator[Block]:
+    def hold(self, block: Block) -> Generator[Block]:
         """Keep ``block`` where it is inside the ``with``: it is in use."""
         self._check(block)
         block.holds += 1

@@ -44,7 +44,7 @@ class Outcome:
     @property
     def overhead(self) -> float:
         """Time over that of the compute alone, minus one."""
-        return self.seconds / self.compute_seconds - 1.0 if self.compute_seconds else 0.0
+        return (self.stall_seconds + self.recompute_seconds) / self.compute_seconds if self.compute_seconds else 0.0
 
 
 def replay(

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trace_cases import traces
 
 from laneway.core import InputError, LanewayError
 from laneway.memory.next_use import NextUse
 from laneway.memory.policies import POLICIES, VARIANTS, Tuning, View, cost_aware, lru
 from laneway.memory.trace import TICK, Entry, Event, Trace
-from tests.memory.trace_cases import traces
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trace_cases import fewest_loads, traces, unit_traces
 
 from laneway.core import InputError, LanewayError
 from laneway.memory.device import Device, Options
@@ -15,7 +16,6 @@ from laneway.memory.link import Link, Way
 from laneway.memory.policies import POLICIES, Victim, lru
 from laneway.memory.replay import replay
 from laneway.memory.trace import Entry, Event, Trace
-from tests.memory.trace_cases import fewest_loads, traces, unit_traces
 
 SLOW = Link(1000.0, 1000.0, latency=0.0)
 
@@ -24,7 +24,9 @@ def one_way(*events, entries):
     return Trace("hand", tuple(entries), tuple(Event(*event) for event in events))
 
 
-@given(traces(), st.sampled_from(sorted(POLICIES)), st.floats(0.3, 1.0), st.sampled_from([0.0, 0.05]), st.booleans(), st.booleans())
+@given(
+    traces(), st.sampled_from(sorted(POLICIES)), st.floats(0.3, 1.0), st.sampled_from([0.0, 0.05]), st.booleans(), st.booleans()
+)
 @settings(max_examples=80, deadline=None)
 def test_what_holds_on_every_trace(trace, policy, share, prefetch, write_behind, duplex):
     budget = max(1, int(share * trace.peak))

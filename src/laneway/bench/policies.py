@@ -149,11 +149,9 @@ def judge(rows: Sequence[Row]) -> tuple[dict[str, Any], list[str]]:
     over_belady = {cell: _ratio(by, "belady") for cell, by in demand.items()}
     lines = [
         _line("points of overhead over LRU, any cell", points, POINTS),
-        _line(
-            "LRU's stall over cost_aware's, dense traces at 200 MB/s, 63 %, prefetch+write-behind", stalls, min, "≥", STALL_RATIO
-        ),
-        _line("bytes over LRU's, moe on demand", over_lru, max, "≤", BYTES_OVER_LRU),
-        _line("bytes over belady's, moe on demand", over_belady, max, "≤", BYTES_OVER_BELADY),
+        _line("stall over LRU's, dense traces at 200 MB/s, 63 %, prefetch+write-behind", stalls, STALL_OVER_LRU),
+        _line("bytes over LRU's, moe on demand", over_lru, BYTES_OVER_LRU),
+        _line("bytes over belady's, moe on demand", over_belady, BYTES_OVER_BELADY),
     ]
     lines += [f"{name} at {share:g} of its peak: an operation does not fit, not replayed" for name, share in sorted(unfit)]
     figures: dict[str, float | None] = {

@@ -10,7 +10,7 @@ from laneway.memory.trace import Entry, Event, Trace
 
 
 @st.composite
-def traces(draw, steps=st.integers(1, 4), largest=40):
+def traces(draw, least=1, most=4, largest=40):
     """Training-like steps: parameters and their state, activations made and used in any order, some recomputable."""
     names = draw(st.integers(1, 3))
     entries = [Entry(draw(st.integers(1, largest)), "parameter", f"m{i}", i) for i in range(names)]
@@ -18,7 +18,7 @@ def traces(draw, steps=st.integers(1, 4), largest=40):
     gap = st.sampled_from([0.0, 1e-3, 2e-2])
     other = st.integers(0, 10)
     events, starts = [], []
-    for _ in range(draw(steps)):
+    for _ in range(draw(st.integers(least, most))):
         starts.append(len(events))
         made = []
         for module in range(names):

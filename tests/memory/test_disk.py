@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(params=["unnamed", "unlinked", "named"])
-def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def file_system(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """File systems that know O_TMPFILE, that don't, and that don't unlink what is open either."""
     real_open, real_unlink = os.open, os.unlink
 

@@ -141,11 +141,10 @@ def _life(data: dict[str, Any], where: str) -> Life:
         raise ValueError(f"{where}.nbytes is no number of bytes")
     if data.get("choice") not in CHOICES:
         raise ValueError(f"{where}.choice is none of {', '.join(CHOICES)}")
-    events = [data.get(key) for key in ("save", "use", "free")]
-    if not all(isinstance(event, int) and event >= -1 for event in events):
+    events = [event for key in ("save", "use", "free") if isinstance(event := data.get(key), int) and event >= -1]
+    if len(events) < 3:
         raise ValueError(f"{where}: save, use and free are not all events")
-    save, use, free = events
-    return Life(str(data.get("name", "")), nbytes, data["choice"], save, use, free)
+    return Life(str(data.get("name", "")), nbytes, data["choice"], *events)
 
 
 def _trace(data: dict[str, Any], key: str, where: str) -> tuple[np.ndarray, np.ndarray]:

@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+import tomllib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laneway.cli._parse import parse
 from laneway.core import InputError
 from laneway.memory.config import VARIABLES, MemoryConfig, check_host_buffer, from_environment, parse_bytes, resolve
 from laneway.sizes import LARGEST_HOST_BUFFER_RATIO, host_buffer_advice
+from laneway.train.settings import merge, to_toml
 
 GIB = 1 << 30
 
@@ -105,6 +108,26 @@ def test_a_budget_in_bytes():
     with pytest.raises(InputError, match=r"memory.budget: got '2KiB'; accepted: at most what the device holds, 1024 bytes"):
         MemoryConfig(budget="2KiB").budget_bytes(1024)
     assert MemoryConfig(host_buffer_ratio=0.25).host_buffer_bytes(1000) == 250
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A configuration that has the manager's among its groups, as a training run may."""
+
+    steps: int = 1
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+
+
+@given(st.sampled_from(["", "auto", "1.5GiB", 123456, "800MB"]), st.floats(0, 0.95), st.integers(0, 10**6))
+def test_files_and_flags_hold_every_field(budget, ratio, cap):
+    config = Whole(memory=MemoryConfig(budget=budget, host_buffer_ratio=ratio, max_swap_ops_per_second=cap, solver="milp"))
+    read, wrong = merge(Whole(), tomllib.loads(to_toml(config)))
+    assert (read, wrong) == (config, [])
+    flags = ["--memory.budget", str(budget), "--memory.host-buffer-ratio", repr(ratio), "--memory.solver", "milp"]
+    flagged = parse(Whole, [*flags, "--memory.max-swap-ops-per-second", str(cap)], prog="x").memory
+    assert flagged.problems() == []
+    assert flagged.budget_bytes(1 << 40) == config.memory.budget_bytes(1 << 40)
+    assert (flagged.host_buffer_ratio, flagged.solver, flagged.max_swap_ops_per_second) == (ratio, "milp", cap)
 
 
 # The environment

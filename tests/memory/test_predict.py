@@ -61,6 +61,12 @@ def test_batch_and_length_come_from_the_integers(batch, sizes):
     assert Signature.of(batch, tokens=17).tokens == 17
 
 
+def test_ragged_batches_count_what_is_packed():
+    ragged = torch.nested.nested_tensor([torch.arange(3), torch.arange(8)], layout=torch.jagged)
+    signature = Signature.of({"ids": ragged})
+    assert (signature.batch, signature.length, signature.tokens) == (1, 11, 11)
+
+
 @pytest.mark.parametrize("batch", [[], None, {"a": "b"}])
 def test_a_batch_without_arrays_is_refused(batch):
     with pytest.raises(InputError, match=r"batch: got .* accepted: a nest with at least one array"):
@@ -168,6 +174,8 @@ def test_a_bucket_shares_what_it_learnt():
     model.observe(shape(2, 65), 5000)
     assert model.predict(shape(2, 127)).source == "seen"
     assert model.predict(shape(2, 129)).source == "fitted"
+    model.observe(shape(2, 100), 4000)
+    assert model.predict(shape(2, 127)).bytes == 5000, "what the largest of the bucket took"
 
 
 def test_however_many_shapes_memory_is_bounded():
@@ -306,6 +314,12 @@ def test_calibration_counts_as_by_hand():
     assert told.mean_error == pytest.approx(0.5 / 3)
     highest = forecaster.calibration("highest")  # begun before steps 2 and 3: 1000 for (1000, 2000), 1000 for (2000, 2000)
     assert (highest.coverage, highest.steps) == (0.0, 2)
+    before = forecaster.calibration("highest")
+    for _ in range(3):
+        forecaster.forecast()
+    for _ in range(2):
+        forecaster.observe(shape(1, 8), 2000)
+    assert forecaster.calibration("highest").steps == before.steps + 2, "asked three times, one horizon (and one still open)"
     with pytest.raises(InputError, match="source: got 'guess'; accepted: one of seen, fitted, history, highest"):
         forecaster.calibration("guess")
 

@@ -19,11 +19,13 @@ from laneway.memory.disk import DiskTier
 from laneway.memory.host import HostTier
 from laneway.memory.manager import MemoryManager, device_of
 from laneway.memory.meter import Meter, device_meter, host_capacity
-from laneway.memory.optimizer_state import StreamedOptimizerState
 from laneway.memory.throttle import Throttle
 from laneway.memory.tier import Tier
 
-MOST_DISK = 1 << 37  # bytes of the disk tier's file, where the disk has them
+LEAST_FILE, FILE_OVER_BUDGET = (
+    1 << 30,
+    4,
+)  # the disk tier's file: 4 × the budget, not less than 1 GiB, at most half of what is free
 
 
 def manage_memory(
@@ -73,11 +75,14 @@ def manage_memory(
         config = resolve(arguments={**given, "budget": "auto"})
     device = device_of(model)
     throttle = make_throttle(config, busy)
-    tier = make_tier(config, device, throttle)
-    manager = MemoryManager(model, config, tier, exact_meter(device), device, recompute=recompute)
+    meter = exact_meter(device)
+    tier = make_tier(config, device, throttle, config.budget_bytes(meter.capacity()) or 0)
+    manager = MemoryManager(model, config, tier, meter, device, recompute=recompute)
     if config.optimizer_state == "streamed":
         if optimizer is None:
             raise InputError("optimizer", None, "the optimizer whose state is to be streamed")
+        from laneway.memory.optimizer_state import StreamedOptimizerState
+
         manager.optimizer_state = StreamedOptimizerState(optimizer, tier)
     return manager
 
@@ -89,8 +94,12 @@ def make_throttle(config: MemoryConfig, busy: Callable[[], bool] = lambda: False
     return Throttle(config.max_bytes_per_second, config.max_swap_ops_per_second, config.collective_reservation, busy)
 
 
-def make_tier(config: MemoryConfig, device: torch.device, throttle: Throttle | None = None) -> Tier:
-    """Host memory beside an accelerator, a file beside the RAM, or what the configuration names."""
+def make_tier(config: MemoryConfig, device: torch.device, throttle: Throttle | None = None, budget: int = 0) -> Tier:
+    """Host memory beside an accelerator, a file beside the RAM, or what the configuration names; for ``budget`` bytes of device.
+
+    Raises:
+        LanewayError: the folder has no room for the disk tier's file.
+    """
     kind = config.tier
     if kind == "auto":
         kind = "disk" if device.type == "cpu" else "host"
@@ -100,7 +109,7 @@ def make_tier(config: MemoryConfig, device: torch.device, throttle: Throttle | N
     folder.mkdir(parents=True, exist_ok=True)
     free = os.statvfs(folder)
     room = free.f_bavail * free.f_frsize
-    capacity = min(MOST_DISK, room // 2)
+    capacity = min(room // 2, max(LEAST_FILE, FILE_OVER_BUDGET * budget)) // 4096 * 4096
     if capacity < 1 << 20:
         raise LanewayError(f"memory.folder: {folder} has {room} bytes free, too few for the disk tier; name another folder")
     return DiskTier(folder, capacity, throttle=throttle)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from laneway.memory.clock import Clock, WallClock
 from laneway.memory.config import MemoryConfig
 from laneway.memory.extents import Known, storages
 from laneway.memory.meter import Meter
-from laneway.memory.optimizer_state import StreamedOptimizerState
 from laneway.memory.plan import Plan, make_plan
 from laneway.memory.predict import Forecaster, Signature
 from laneway.memory.profile import PassProfile
@@ -32,8 +31,11 @@ from laneway.memory.simulate import Link
 from laneway.memory.tier import Tier
 from laneway.memory.watch import Watch, find_blocks
 
+if TYPE_CHECKING:
+    from laneway.memory.optimizer_state import StreamedOptimizerState
+
 UNKNOWN_HEADROOM = 0.25  # of what is left of the budget: kept free for what a pass never seen makes beside what it saves
-DRIFT = 0.01  # of the budget: a plan is made anew when what lives between passes has changed by more
+DRIFT = 0.01  # of the budget: passes that begin with more of a difference than that have plans of their own
 PLANS = 64  # kept; the one used longest ago goes first
 
 
@@ -88,8 +90,9 @@ class MemoryManager:
         self.budget = config.budget_bytes(meter.capacity()) or meter.capacity()
         self.forecaster = Forecaster()
         self.passes: deque[PassReport] = deque(maxlen=4096)
-        self.plans: dict[Signature, Plan] = {}
+        self._plans: dict[tuple[Signature, int], Plan] = {}  # by shape and by how much more there is than when it was recorded
         self.profiles: dict[Signature, PassProfile] = {}
+        self.counted = 0  # passes so far
         self.replanned = 0
         self.optimizer_state: StreamedOptimizerState | None = None
         self._owned: Known[bool] = Known()
@@ -183,15 +186,13 @@ class MemoryManager:
             if profile.events and not self.activations.alive:
                 self.profiles[signature] = profile
                 self.forecaster.observe(signature, max(1, profile.peak - profile.static))
-                self.plans.pop(signature, None)
-                self._remember(signature, make_plan(profile, self.budget, self.link(), **self._solver()))
         else:
             peak, way = self.meter.peak(), "strayed" if self._strayed else "planned"
             if self._strayed:
-                self.plans.pop(signature, None)
-                self.profiles.pop(signature, None)
+                self._forget(signature)
                 self.replanned += 1
         seconds = self.clock.now() - self._began
+        self.counted += 1
         self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account))
 
     def link(self) -> Link:
@@ -202,23 +203,29 @@ class MemoryManager:
     # -- plans
 
     def _current_plan(self, signature: Signature) -> Plan | None:
-        plan = self.plans.pop(signature, None)
-        if plan is None:
+        """The plan for a pass of this shape that begins with this much on the device; None: no such pass was seen yet."""
+        profile = self.profiles.get(signature)
+        if profile is None:
             return None
-        drift = self._static - self.profiles[signature].static
-        if abs(drift) > DRIFT * self.budget:
-            profile = self.profiles[signature].shifted(drift)
-            self.profiles[signature] = profile
-            plan = make_plan(profile, self.budget, self.link(), **self._solver())
-        self._remember(signature, plan)
+        drift = self._static - profile.static
+        key = signature, round(drift / (DRIFT * self.budget))
+        plan = self._plans.pop(key, None)
+        if plan is None:
+            plan = make_plan(profile.shifted(drift), self.budget, self.link(), **self._solver())
+        self._plans[key] = plan  # as the one used last
+        while len(self._plans) > PLANS:
+            del self._plans[next(iter(self._plans))]
         return plan
 
-    def _remember(self, signature: Signature, plan: Plan) -> None:
-        self.plans[signature] = plan
-        while len(self.plans) > PLANS:
-            oldest = next(iter(self.plans))
-            del self.plans[oldest]
-            self.profiles.pop(oldest, None)
+    @property
+    def plans(self) -> dict[Signature, Plan]:
+        """For each shape the plan that was used last."""
+        return {signature: plan for (signature, _), plan in self._plans.items()}
+
+    def _forget(self, signature: Signature) -> None:
+        """Passes of this shape are to be recorded and planned anew."""
+        self.profiles.pop(signature, None)
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != signature}
 
     def _solver(self) -> dict[str, Any]:
         return {"solver": self.config.solver, "recompute": self.recompute}

@@ -120,6 +120,8 @@ class Forecaster:
             highest = past if highest is None or past.high > highest.high else highest
         assert highest is not None
         self._coming = deque(peaks)
+        if self._watched and self._watched[-1][1] == self.horizon:  # asked again before the step
+            self._watched.pop()
         self._watched.append((highest, self.horizon, 0))
         return Forecast(peaks, highest)
 

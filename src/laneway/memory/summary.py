@@ -15,7 +15,7 @@ SHOWN_PASSES = 2000
 
 
 def metrics_of(passes: Sequence[PassReport]) -> dict[str, float]:
-    """Sums over these passes, and their highest peak; ``memory_peak_error``: (observed − predicted) / predicted of planned ones."""
+    """Sums over these passes and their highest peak; ``memory_peak_error``: (observed − predicted) / predicted where planned."""
     if not passes:
         return {}
     accounts = [report.account for report in passes]
@@ -34,7 +34,7 @@ def metrics_of(passes: Sequence[PassReport]) -> dict[str, float]:
 
 
 def summary(manager: MemoryManager) -> dict[str, Any]:
-    """Everything that the report shows of a run's memory: budget, tier, the plans used last, and every pass. Bytes and seconds."""
+    """What the report shows of a run's memory: budget, tier, the plans used last, and the passes. Bytes and seconds."""
     write, read = manager.tier.bandwidth()
     used = list(manager.plans.items())[-SHOWN_PLANS:]
     return {
@@ -65,7 +65,8 @@ def _plan(shape: str, plan: Plan) -> dict[str, Any]:
         "shape": shape, "reason": plan.reason, "feasible": plan.feasible, "overhead": plan.overhead, "beta": plan.beta,
         "budget": plan.budget, "predicted_peak": plan.predicted.peak, "unmanaged_peak": plan.unmanaged.peak, "counts": counts,
         "checkpointed_blocks": [plan.profile.blocks[number].name for number in plan.blocks], "entries": entries,
-        "trace": [list(point) for point in plan.predicted.trace], "unmanaged_trace": [list(point) for point in plan.unmanaged.trace],
+        "trace": [list(point) for point in plan.predicted.trace],
+        "unmanaged_trace": [list(point) for point in plan.unmanaged.trace],
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def tight():
 @pytest.fixture(scope="module")
 def declined():
     """Plans of two shapes, for which everything fits."""
-    return managed(1 << 29, depth=2, lengths=(32, 16, 32))[0]
+    return managed(1 << 29, depth=2, lengths=(32, 16, 32, 16))[0]
 
 
 @pytest.fixture(scope="module")

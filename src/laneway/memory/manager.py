@@ -33,6 +33,7 @@ from laneway.memory.watch import Watch, find_blocks
 
 UNKNOWN_HEADROOM = 0.25  # of what is left of the budget: kept free for what a pass never seen makes beside what it saves
 DRIFT = 0.01  # of the budget: a plan is made anew when what lives between passes has changed by more
+TIGHTEN = 0.1  # of the budget, less for passes of a signature each time that one ran out of memory
 PLANS = 64  # kept; the one used longest ago goes first
 
 
@@ -90,6 +91,7 @@ class MemoryManager:
         self.plans: dict[Signature, Plan] = {}
         self.profiles: dict[Signature, PassProfile] = {}
         self.replanned = 0
+        self.budgets: dict[Signature, float] = {}  # of passes that failed, less than the budget
         self._owned: Known[bool] = Known()
         self.activations = Activations(
             tier, self.clock, device, min_bytes=config.min_bytes, protected=lambda tensor: self._owned.get(tensor) is not None
@@ -180,7 +182,7 @@ class MemoryManager:
                 self.profiles[signature] = profile
                 self.forecaster.observe(signature, max(1, profile.peak - profile.static))
                 self.plans.pop(signature, None)
-                self._remember(signature, make_plan(profile, self.budget, self.link(), **self._solver()))
+                self._remember(signature, make_plan(profile, self.budget_of(signature), self.link(), **self._solver()))
         else:
             peak, way = self.meter.peak(), "strayed" if self._strayed else "planned"
             if self._strayed:
@@ -189,6 +191,28 @@ class MemoryManager:
                 self.replanned += 1
         seconds = self.clock.now() - self._began
         self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account))
+
+    def abandon_pass(self) -> Signature | None:
+        """Close a pass that failed: nothing is learnt from it. Returns what it was a pass of; None where none was under way."""
+        self._watch.clear()
+        self.activations.observer = None
+        signature, self._signature, self._recorder = self._signature, None, None
+        return signature
+
+    def tighten(self, signature: Signature, by: float = TIGHTEN) -> float:
+        """Passes of this signature did not fit: plan them for a budget less by the fraction ``by`` from now on.
+
+        Its plan is dropped; the next such pass is recorded anew. Returns its budget, in bytes.
+        """
+        self.budgets[signature] = self.budget_of(signature) * (1.0 - by)
+        self.plans.pop(signature, None)
+        while len(self.budgets) > PLANS:
+            del self.budgets[next(iter(self.budgets))]
+        return self.budgets[signature]
+
+    def budget_of(self, signature: Signature) -> float:
+        """Bytes on the device that passes of this signature are planned for."""
+        return self.budgets.get(signature, self.budget)
 
     def link(self) -> Link:
         """The way to the tier, as measured."""
@@ -205,7 +229,7 @@ class MemoryManager:
         if abs(drift) > DRIFT * self.budget:
             profile = self.profiles[signature].shifted(drift)
             self.profiles[signature] = profile
-            plan = make_plan(profile, self.budget, self.link(), **self._solver())
+            plan = make_plan(profile, self.budget_of(signature), self.link(), **self._solver())
         self._remember(signature, plan)
         return plan
 
@@ -221,10 +245,10 @@ class MemoryManager:
 
     def _reactive(self, signature: Signature) -> Schedule:
         """No plan: send out what was saved first as soon as what the pass makes beside might not fit any more."""
-        headroom = self._headroom(signature)
+        headroom, budget = self._headroom(signature), self.budget_of(signature)
 
         def allowance() -> float:
-            return self.budget - (self.meter.live() - self.activations.books.resident) - headroom
+            return budget - (self.meter.live() - self.activations.books.resident) - headroom
 
         return Schedule(allowance=allowance, victims=_first_saved)
 
@@ -267,4 +291,3 @@ def device_of(model: nn.Module) -> torch.device:
     if len(found) != 1:
         raise LanewayError(f"the memory manager needs a model on one device; its parameters are on {len(found)}")
     return found.pop()
-

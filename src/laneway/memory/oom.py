@@ -1,0 +1,109 @@
+"""Out of memory: how to tell it from other errors, what it asked for, and how to let go of what it holds."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from laneway.memory.counting import CountingAllocator
+
+_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "std::bad_alloc",
+    "bad allocation",
+)
+_WANTED = re.compile(r"(?:tried to allocate|unable to allocate|wanted)\s+([\d.]+)\s*(bytes|[KMGT]iB|B)\b", re.IGNORECASE)
+_UNITS = {"bytes": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether ``error``, or one that it was raised from or while handling, says that memory could not be allocated.
+
+    That is ``torch.OutOfMemoryError`` (accelerators, the counting allocator), ``MemoryError``, and a RuntimeError with the text
+    of torch's CPU allocator or of ``std::bad_alloc``. Nothing else is.
+    """
+    return any(_says_so(link) for link in _chain(error))
+
+
+def wanted_bytes(error: BaseException) -> int:
+    """Bytes that the failed allocation asked for, as its message says; 0 where it does not."""
+    for link in _chain(error):
+        found = _WANTED.search(str(link))
+        if found is not None:
+            return int(float(found[1]) * _UNITS[found[2].lower()])
+    return 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An allocation that failed.
+
+    Attributes:
+        error: what was raised; its frames hold no locals any more.
+        wanted: bytes asked for, 0 where unknown.
+        where: function, file and line of the innermost Python frame.
+    """
+
+    error: BaseException
+    wanted: int
+    where: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Take note of ``error`` and empty the frames that it came through: they hold the graph.
+
+        Frames that still run keep their locals. Call it, and drop ``error``, before memory is looked for.
+        """
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f"{frames[-1].name} ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else "?"
+        found = cls(error, wanted_bytes(error), where)
+        for link in _chain(error):
+            traceback.clear_frames(link.__traceback__)
+        return found
+
+
+def free_unused(device: torch.device) -> None:
+    """Give back what is held and not used: unreachable objects, autocast's copies, blocks that allocators keep.
+
+    Takes a fraction of a second where there are millions of objects.
+    """
+    gc.collect()
+    torch.clear_autocast_cache()
+    free_caches(device)
+
+
+def free_caches(device: torch.device) -> None:
+    """Give back the blocks that allocators keep."""
+    counting = CountingAllocator.installed()
+    if counting is not None:
+        counting.empty_cache()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+    elif sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+        if trim is not None:
+            trim(0)
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, then what each was raised from, or else while handling what."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ if link.__cause__ is not None or link.__suppress_context__ else link.__context__

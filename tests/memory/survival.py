@@ -1,17 +1,19 @@
 """Run by test_survive: the counting allocator is there for the whole process, so every case has one of its own.
 
-python survival.py CASE; prints one JSON object.
+python survival.py CASE ARGUMENTS; prints one JSON object.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,15 +31,20 @@ from laneway.memory.tier import Ended, Slot, Tier, TierFullError, Transfer
 CPU = torch.device("cpu")
 
 
-class FileTransfer(Transfer):
-    """It has ended when it is returned."""
+class Moment(Transfer):
+    """The data has moved; its end is noticed at the next poll or wait."""
 
-    done = True
+    def __init__(self, tier: FileTier, nbytes: int, ended: Ended) -> None:
+        self.tier, self.nbytes = tier, nbytes
+        tier.ended.append((self, ended))
+        self.noticed = False
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    @property
+    def done(self) -> bool:
+        return self.noticed
 
     def wait(self) -> float:
+        self.tier.poll()
         return 0.0
 
     def cancel(self) -> bool:
@@ -45,12 +52,12 @@ class FileTransfer(Transfer):
 
 
 class FileTier(Tier):
-    """A file, written and read at once. Books hear of the end at the next poll."""
+    """A file, written and read at once; whoever asked hears of the end at the next poll."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__("file", capacity)
         self.file = tempfile.TemporaryFile(buffering=0)
-        self.ended: list[Ended] = []
+        self.ended: list[tuple[Moment, Ended]] = []
         self.end = 0
 
     def allocate(self, nbytes: int) -> Slot:
@@ -66,38 +73,24 @@ class FileTier(Tier):
     def write(self, slot: Slot, source: torch.UntypedStorage, ended: Ended) -> Transfer:
         os.pwrite(self.file.fileno(), (ctypes.c_char * slot.nbytes).from_address(source.data_ptr()), slot.offset)
         self.traffic.bytes_written += slot.nbytes
-        return self._over(slot, ended)
+        return Moment(self, slot.nbytes, ended)
 
     def read(self, slot: Slot, target: torch.UntypedStorage, ended: Ended, *, urgent: bool = False) -> Transfer:
         os.preadv(self.file.fileno(), [(ctypes.c_char * slot.nbytes).from_address(target.data_ptr())], slot.offset)
         self.traffic.bytes_read += slot.nbytes
-        return self._over(slot, ended)
-
-    def _over(self, slot: Slot, ended: Ended) -> Transfer:
-        return FileMoment(self, slot.nbytes, ended)
+        return Moment(self, slot.nbytes, ended)
 
     def poll(self) -> None:
         while self.ended:
-            self.ended.pop(0)(None)
+            moment, ended = self.ended.pop(0)
+            moment.noticed = True
+            ended(None)
 
     def bandwidth(self) -> tuple[float, float]:
         return 1e9, 1e9
 
     def close(self) -> None:
         self.file.close()
-
-
-class FileMoment(FileTransfer):
-    """Ends at the next poll or wait."""
-
-    def __init__(self, tier: FileTier, nbytes: int, ended: Ended) -> None:
-        super().__init__(nbytes)
-        self.tier = tier
-        tier.ended.append(ended)
-
-    def wait(self) -> float:
-        self.tier.poll()
-        return 0.0
 
 
 class Net(nn.Module):
@@ -135,12 +128,13 @@ class Run:
         loss.backward()
         return loss.detach()
 
-    def step(self, survivor: Survivor) -> None:
+    def step(self, survivor: Survivor, before_update: Callable[[], None] = lambda: None) -> None:
         for tokens in self.tokens.split(2):
             survivor.attempt(lambda tokens=tokens: self.micro(tokens))
         gradients = [p.grad for p in self.model.parameters()]
         norm = survivor.repeat(lambda: get_total_norm(gradients))
         survivor.repeat(lambda: clip_grads_with_norm_(self.model.parameters(), 0.1, norm))
+        before_update()
         survivor.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -156,51 +150,78 @@ def survivor_of(run: Run, manager: MemoryManager | None = None, op_retry: str = 
     return Survivor(manager, run.model, device=CPU, generators=[run.generator], op_retry=op_retry)
 
 
-def every_allocation(op_retry: str = "never", min_bytes: int = 1, managed: bool = False, steps: int = 1, **adamw: Any) -> dict:
-    """Fail at each allocation of the last of ``steps`` steps, one a run."""
+@contextmanager
+def managed(run: Run, tier: FileTier, room: int | None) -> Iterator[MemoryManager | None]:
+    """A manager with a budget of ``room`` bytes more than there are now; None: none."""
+    if room is None:
+        yield None
+        return
+    allocator = CountingAllocator.install()
+    config = MemoryConfig(budget=str(allocator.live + room), min_bytes=512)
+    manager = MemoryManager(run.model, config, tier, CountingMeter(allocator), CPU)
+    with manager:
+        yield manager
+
+
+def every_allocation(
+    op_retry: str = "never", min_bytes: int = 1, room: int | None = None, update_of: int = 0, **adamw: Any
+) -> dict[str, Any]:
+    """Fail at each allocation of a first step, one a run; ``update_of``: of the optimizer alone in the step of that number."""
     allocator = CountingAllocator.install()
     want: list[Tensor] = []
-    wrong, kinds, last = [], set(), 0
-    for at in range(int(os.environ.get("N","100000"))):
+    wrong: list[Any] = []
+    kinds: set[str] = set()
+    moved, at, left = 0, 0, 0
+    while not left:
         run, tier = Run(**adamw), FileTier(1 << 30)
-        manager = None
-        if managed:
-            config = MemoryConfig(budget=str(allocator.live + 20_000), min_bytes=512)
-            manager = MemoryManager(run.model, config, tier, CountingMeter(allocator), CPU).__enter__()
-        survivor = survivor_of(run, manager, op_retry)
-        for _ in range(steps - 1):
-            run.step(survivor)
-        allocator.fail_at(at, min_bytes)
-        try:
-            run.step(survivor)
-        finally:
+        with managed(run, tier, room) as manager:
+            survivor = survivor_of(run, manager, op_retry)
+            for _ in range(update_of - 1):
+                run.step(survivor)
+            if update_of:
+                run.step(survivor, functools.partial(allocator.fail_at, at, min_bytes))
+            else:
+                allocator.fail_at(at, min_bytes)
+                run.step(survivor)
             left = allocator.fails_in
             allocator.fail_at(0)
-            if manager is not None:
-                manager.__exit__(None, None, None)
         found = run.state()
-        if at == 0:
-            want = found
+        want = want or found
         kinds.update(survivor.counts)
+        moved += tier.traffic.bytes_written
         if len(found) != len(want) or not all(torch.equal(a, b) for a, b in zip(found, want, strict=True)):
             wrong.append(at)
-        if at and not left and not survivor.events:
-            wrong.append(-at)  # it failed and nobody noticed
-        del run, survivor, manager
-        if tier.used:
+        if bool(survivor.events) != (at > 0 and not left):
+            wrong.append(f"{at}: {survivor.events}")
+        if tier.used or (manager is not None and manager.activations.alive):
             wrong.append(f"{at}: {tier.used} bytes left in the tier")
         tier.close()
-        if left:
-            last = at
-            break
-    return {"tried": last, "wrong": wrong, "kinds": sorted(kinds)}
+        at += 1
+    return {"tried": at - 2, "wrong": wrong, "kinds": sorted(kinds), "moved": moved}
 
 
-CASES: dict[str, Callable[..., dict]] = {"every_allocation": every_allocation}
+ALL = {
+    "replayed": {},
+    "retried": {"op_retry": "always"},
+    "managed": {"room": 20_000, "min_bytes": 512},
+    "managed-retried": {"room": 20_000, "min_bytes": 512, "op_retry": "always"},
+    "first-update-foreach": {"update_of": 1, "foreach": True},
+    "second-update": {"update_of": 2},
+    "second-update-foreach": {"update_of": 2, "foreach": True, "amsgrad": True},
+    "second-update-fused": {"update_of": 2, "fused": True},
+}
+
+
+def everywhere() -> dict[str, Any]:
+    """Every way of failing, one after the other: importing torch takes longer than any of them."""
+    return {name: every_allocation(**given) for name, given in ALL.items()}
+
+
+CASES: dict[str, Callable[..., dict[str, Any]]] = {"everywhere": everywhere}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warm = Run()
     warm.step(survivor_of(warm, None, "always"))
     gc.freeze()  # what was imported need not be looked through at every recovery
-    print(json.dumps(CASES[sys.argv[1]](**json.loads(sys.argv[2]))))
+    print(json.dumps(CASES[sys.argv[1]](*sys.argv[2:])))

@@ -47,7 +47,7 @@ class Failure:
     """An allocation that failed.
 
     Attributes:
-        error: what was raised; its frames hold no locals any more.
+        error: what was raised, without its traceback, which is in its notes as text.
         wanted: bytes asked for, 0 where unknown.
         where: function, file and line of the innermost Python frame.
     """
@@ -58,15 +58,18 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Take note of ``error`` and empty the frames that it came through: they hold the graph.
+        """Take note of ``error`` and take the frames off it, and off what it was raised from: they hold the graph.
 
-        Frames that still run keep their locals. Call it, and drop ``error``, before memory is looked for.
+        Emptying the frames would not do: a frame holds its function, and that the variables of the function around it.
         """
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{frames[-1].name} ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else "?"
         found = cls(error, wanted_bytes(error), where)
         for link in _chain(error):
+            if link.__traceback__ is not None:
+                link.add_note("It came through (innermost last):\n" + "".join(traceback.format_tb(link.__traceback__)))
             traceback.clear_frames(link.__traceback__)
+            link.__traceback__ = None
         return found
 
 

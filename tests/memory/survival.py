@@ -1,6 +1,6 @@
-"""Run by test_survive: the counting allocator is there for the whole process, so every case has one of its own.
+"""Run by test_survive: the counting allocator and limits are there for the whole process, so every case has one of its own.
 
-python survival.py CASE ARGUMENTS; prints one JSON object.
+python survival.py CASE[,ARGUMENT…] …; prints one JSON object: what each case found, in processes forked after the imports.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import functools
 import gc
 import json
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from laneway.core import LanewayError
 from laneway.memory.config import MemoryConfig
 from laneway.memory.counting import CountingAllocator
 from laneway.memory.manager import MemoryManager
 from laneway.memory.meter import CountingMeter
+from laneway.memory.oom import out_of_memory
 from laneway.memory.survive import Survivor
 from laneway.memory.tier import Ended, Slot, Tier, TierFullError, Transfer
 
@@ -191,7 +195,7 @@ def every_allocation(
         moved += tier.traffic.bytes_written
         if len(found) != len(want) or not all(torch.equal(a, b) for a, b in zip(found, want, strict=True)):
             wrong.append(at)
-        if bool(survivor.events) != (at > 0 and not left):
+        if room is None and bool(survivor.events) != (at > 0 and not left):
             wrong.append(f"{at}: {survivor.events}")
         if tier.used or (manager is not None and manager.activations.alive):
             wrong.append(f"{at}: {tier.used} bytes left in the tier")
@@ -202,7 +206,7 @@ def every_allocation(
 
 ALL = {
     "replayed": {},
-    "retried": {"op_retry": "always"},
+    "retried": {"op_retry": "always", "min_bytes": 64},
     "managed": {"room": 20_000, "min_bytes": 512},
     "managed-retried": {"room": 20_000, "min_bytes": 512, "op_retry": "always"},
     "first-update-foreach": {"update_of": 1, "foreach": True},
@@ -212,16 +216,179 @@ ALL = {
 }
 
 
-def everywhere() -> dict[str, Any]:
-    """Every way of failing, one after the other: importing torch takes longer than any of them."""
-    return {name: every_allocation(**given) for name, given in ALL.items()}
+def split() -> dict[str, Any]:
+    """A device that has room for a quarter of the micro-batch; then one that has room for nothing."""
+    allocator = CountingAllocator.install()
+    tall = Tall(layers=2)
+    rows = torch.randn(64, 256, 128)
+    survivor = Survivor(None, tall.model, device=CPU, split=True)
+    want = tall.micro(rows)
+    gradients = [p.grad.clone() for p in tall.model.parameters()]
+    tall.model.zero_grad()
+    allocator.reset_peak()
+    tall.micro(rows[:20])
+    allocator.limit(allocator.peak)
+    tall.model.zero_grad()
+
+    def parts(count: int) -> list[Callable[[], Tensor]]:
+        return [functools.partial(tall.micro, piece, 1 / count) for piece in rows.chunk(count)]
+
+    got = [survivor.attempt(lambda: tall.micro(rows), parts=parts) for _ in range(2)]
+    kinds = [event.kind for event in survivor.events]
+    worst = max(float((p.grad / 2 - g).abs().max() / g.abs().max()) for p, g in zip(tall.model.parameters(), gradients, strict=True))
+    off = max(abs(float(value - want)) for value in got)
+    before = [p.grad.clone() for p in tall.model.parameters()], torch.get_rng_state()
+    allocator.limit(allocator.live + 100_000)
+    try:
+        survivor.attempt(lambda: tall.micro(rows), parts=lambda count: parts(min(count, 8)))
+        said = ""
+    except LanewayError as error:
+        said = str(error)
+    allocator.limit(None)
+    kept = all(torch.equal(p.grad, g) for p, g in zip(tall.model.parameters(), before[0], strict=True))
+    return {
+        "kinds": kinds,
+        "gradients": worst,
+        "loss": off,
+        "said": said,
+        "kept": kept and torch.equal(before[1], torch.get_rng_state()),
+    }
 
 
-CASES: dict[str, Callable[..., dict[str, Any]]] = {"everywhere": everywhere}
+def parked() -> dict[str, Any]:
+    """Gradients of earlier micro-batches leave the device for the second try, and come back to be added."""
+    allocator, tier = CountingAllocator.install(), FileTier(1 << 30)
+    tall, rows = Tall(layers=2), torch.randn(4, 8, 128)
+    for piece in rows:
+        tall.micro(piece)
+    want = [p.grad.clone() for p in tall.model.parameters()]
+    tall.model.zero_grad()
+    live: list[int] = []
+    config = MemoryConfig(budget="1GiB")
+    with MemoryManager(tall.model, config, tier, CountingMeter(allocator), CPU) as manager:
+        survivor = Survivor(manager, tall.model, device=CPU)
+
+        def run(piece: Tensor) -> Tensor:
+            live.append(allocator.live)
+            return tall.micro(piece)
+
+        for at, piece in enumerate(rows):
+            if at == 2:
+                allocator.fail_at(30)
+            survivor.attempt(lambda piece=piece: run(piece))
+    tier.close()
+    return {
+        "tries": len(live),
+        "freed": live[2] - live[3],
+        "gradients": sum(p.numel() * 4 for p in tall.model.parameters() if p.numel() * 4 >= 64 << 10),
+        "equal": all(torch.equal(p.grad, g) for p, g in zip(tall.model.parameters(), want, strict=True)),
+        "left": tier.used,
+        "moved": [tier.traffic.bytes_written, tier.traffic.bytes_read],
+    }
+
+
+class Tall:
+    """A plain stack that saves 10 KiB a row."""
+
+    def __init__(self, layers: int = 8, width: int = 128) -> None:
+        torch.manual_seed(1)
+        blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers)]
+        self.model = nn.Sequential(*blocks)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+
+    def micro(self, x: Tensor, weight: float = 1.0) -> Tensor:
+        loss = (self.model(x) ** 2).mean() * weight
+        loss.backward()
+        return loss.detach()
+
+    def train(self, survivor: Survivor | None, rows: int, steps: int) -> list[float]:
+        draw, losses = torch.Generator().manual_seed(7), []
+        for _ in range(steps):
+            x = torch.randn(rows, 128, generator=draw)
+            if survivor is None:
+                losses.append(self.micro(x).item())
+                self.optimizer.step()
+            else:
+                losses.append(survivor.attempt(lambda x=x: self.micro(x)).item())
+                survivor.step(self.optimizer)
+            self.optimizer.zero_grad()
+        return losses
+
+
+def limited(how: str, by: str, room_mib: int) -> dict[str, Any]:
+    """A few steps in a process whose memory the system limits to ``room_mib`` more than it has.
+
+    Args:
+        how: ``plain``, ``managed`` (with a file below the manager, whose budget is half the room), or ``overbooked`` (its budget
+            is more than there is).
+        by: ``rlimit`` (address space), ``cgroup`` (the folder of a control group that this may write to), or ``nothing``.
+    """
+    tall = Tall()
+    room, tier, survivor = room_mib << 20, FileTier(1 << 30), None
+    with ExitStack() as stack:
+        stack.callback(tier.close)
+        if how != "plain":
+            allocator = CountingAllocator.install()
+            tall.train(None, 16, 1)
+            budget = allocator.live + (room // 2 if how == "managed" else room + room // 4)
+            config = MemoryConfig(budget=str(budget))
+            manager = stack.enter_context(MemoryManager(tall.model, config, tier, CountingMeter(allocator), CPU))
+            survivor = Survivor(manager, tall.model, device=CPU, attempts=8)
+        else:
+            tall.train(None, 16, 1)
+        if by == "rlimit":
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+        elif by != "nothing":
+            confine(Path(by), room)
+        losses = tall.train(survivor, 2048, 3)
+    counts = {} if survivor is None else dict(survivor.counts)
+    return {"losses": losses, "moved": tier.traffic.bytes_written, "counts": counts}
+
+
+def confine(group: Path, room: int) -> None:
+    """Enter a control group (version 1 or 2) and limit it to what the process has and ``room``."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    limits = {"memory.max": resident + room, "memory.swap.max": 0, "memory.limit_in_bytes": resident + room}
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    for name, value in limits.items():
+        if (group / name).exists():
+            (group / name).write_text(str(value))
+
+
+CASES: dict[str, Callable[..., dict[str, Any]]] = {
+    **{name: functools.partial(every_allocation, **given) for name, given in ALL.items()},
+    "split": split,
+    "parked": parked,
+    "limited": limited,
+}
+
+
+def child(case: str) -> dict[str, Any]:
+    """Run a case in a process of its own; what it found, or how it ended."""
+    sys.stdout.flush()
+    receive, send = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(receive)
+        try:
+            name, *arguments = case.split(",")
+            found = CASES[name](*(int(given) if given.isdigit() else given for given in arguments))
+        except BaseException as error:  # whatever it is, the parent must hear of it
+            found = {"error": f"{type(error).__name__}: {error}", "oom": out_of_memory(error)}
+        with os.fdopen(send, "w") as pipe:
+            json.dump(found, pipe)
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    return json.loads(said) if said else {"signal": os.WTERMSIG(status)}
+
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    warm = Run()
-    warm.step(survivor_of(warm, None, "always"))
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):  # imports what optimizers import late
+        optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
     gc.freeze()  # what was imported need not be looked through at every recovery
-    print(json.dumps(CASES[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps({case: child(case) for case in sys.argv[1:]}))

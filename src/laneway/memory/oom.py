@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ _TEXTS = (
     "std::bad_alloc",
     "bad allocation",
 )
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _WANTED = re.compile(r"(?:tried to allocate|unable to allocate|wanted)\s+([\d.]+)\s*(bytes|[KMGT]iB|B)\b", re.IGNORECASE)
 _UNITS = {"bytes": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
@@ -49,7 +51,7 @@ class Failure:
     Attributes:
         error: what was raised, without its traceback, which is in its notes as text.
         wanted: bytes asked for, 0 where unknown.
-        where: function, file and line of the innermost Python frame.
+        where: function, file and line of the innermost Python frame that is neither torch's nor ours.
     """
 
     error: BaseException
@@ -62,9 +64,7 @@ class Failure:
 
         Emptying the frames would not do: a frame holds its function, and that the variables of the function around it.
         """
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f"{frames[-1].name} ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else "?"
-        found = cls(error, wanted_bytes(error), where)
+        found = cls(error, wanted_bytes(error), _where(error))
         for link in _chain(error):
             if link.__traceback__ is not None:
                 link.add_note("It came through (innermost last):\n" + "".join(traceback.format_tb(link.__traceback__)))
@@ -94,6 +94,15 @@ def free_caches(device: torch.device) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
         if trim is not None:
             trim(0)
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "?"
+    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    frame = (theirs or frames)[-1]
+    return f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def _says_so(error: BaseException) -> bool:

@@ -4,6 +4,7 @@
     env.json               machine, versions, command
     metrics/rank0.jsonl    one row a logged step: step, time, then named scalars with their units in the name
     events.jsonl           one row an event: time, step, kind, then what belongs to it
+    memory.json            what the memory manager did, where there is one: budget, tier, plans, passes
     checkpoints/step_*/    plain checkpoints
     latest                 name of the newest complete checkpoint
 
@@ -57,6 +58,11 @@ class RunDirectory:
     def events(self) -> Path:
         """``events.jsonl``."""
         return self.path / "events.jsonl"
+
+    @property
+    def memory(self) -> Path:
+        """``memory.json``."""
+        return self.path / "memory.json"
 
     @property
     def checkpoints(self) -> Path:

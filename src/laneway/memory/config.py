@@ -17,6 +17,7 @@ from laneway.sizes import (
     BYTES_ACCEPTED,
     DEFAULT_HOST_BUFFER_RATIO,
     LARGEST_HOST_BUFFER_RATIO,
+    budget_bytes,
     check_host_buffer,
     parse_bytes,
     parse_fraction,
@@ -27,7 +28,7 @@ __all__ = ["VARIABLES", "MemoryConfig", "check_host_buffer", "from_environment",
 POLICIES = ("cost_aware", "lru", "fifo")
 TIERS = ("auto", "host", "disk")
 SOLVERS = ("greedy", "milp")
-AUTO_BUDGET = 0.82
+OPTIMIZER_STATES = ("device", "streamed")
 
 VARIABLES = {
     "budget": "MHC_MEMORY_BUDGET",
@@ -40,6 +41,7 @@ VARIABLES = {
     "collective_reservation": "MHC_COLLECTIVE_RESERVATION",
     "solver": "MHC_PLAN_SOLVER",
     "min_bytes": "MHC_MIN_SWAP_BYTES",
+    "optimizer_state": "MHC_OPTIMIZER_STATE",
 }
 
 
@@ -47,8 +49,8 @@ VARIABLES = {
 class MemoryConfig:
     """What may lie where, and how much may move. With the budget at its default, off, nothing is managed."""
 
-    budget: str | int = ""
-    """Device memory to stay within: empty (off) | auto (82 % of the capacity) | bytes, such as 1.5GiB, 800MB or an integer."""
+    budget: str = ""
+    """Device memory to stay within: empty (off) | auto (82 % of the capacity) | bytes, such as 1.5GiB, 800MB or 1073741824."""
     policy: str = "cost_aware"
     """Who is moved out first: cost_aware | lru | fifo"""
     tier: str = "auto"
@@ -67,6 +69,8 @@ class MemoryConfig:
     """How a plan is found: greedy | milp"""
     min_bytes: int = 64 << 10
     """Smaller tensors are never moved."""
+    optimizer_state: str = "device"
+    """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
 
     def problems(self, prefix: str = "memory") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
@@ -85,6 +89,7 @@ class MemoryConfig:
             lambda: _check_fraction(name("collective_reservation"), self.collective_reservation, 1.0),
             lambda: choice(name("solver"), self.solver, SOLVERS),
             lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
+            lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
         ]
         return collect(checks)
 
@@ -104,15 +109,7 @@ class MemoryConfig:
         Raises:
             InputError: not a budget, or more than the capacity.
         """
-        if not self.on:
-            return None
-        if self.budget == "auto":
-            return int(AUTO_BUDGET * capacity)
-        _check_budget("memory.budget", self.budget)
-        wanted = parse_bytes("memory.budget", self.budget)
-        if wanted > capacity:
-            raise InputError("memory.budget", self.budget, f"at most what the device holds, {capacity} bytes, or auto")
-        return wanted
+        return budget_bytes("memory.budget", self.budget, capacity) if self.on else None
 
     def host_buffer_bytes(self, host_bytes: int) -> int:
         """Most bytes that the host tier may take on a host with ``host_bytes`` of memory."""
@@ -156,6 +153,8 @@ def resolve(
             close = nearest(name, known)
             accepted = "one of the fields " + ", ".join(known)
             raise InputError(f"memory.{name}", given[name], accepted, close and f"did you mean {close!r}?")
+    if isinstance(given.get("budget"), int):
+        given["budget"] = str(given["budget"])
     config = MemoryConfig(**given)
     config.check()
     return config

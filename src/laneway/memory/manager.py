@@ -1,8 +1,8 @@
 """The memory manager: keeps a training step within a budget of device memory, with the same gradients bit for bit.
 
-A pass (forward and backward) of a kind that was not seen before is held within the budget by sending out what was saved first, and
-is written down. From then on passes of that kind follow a plan made from the record: what to keep, to move and to compute again.
-A pass that turns out otherwise than its plan falls back to the first way, and is planned anew.
+A pass (forward and backward) of a kind that was not seen before is held within the budget by sending out what was saved first,
+and is written down. From then on passes of that kind follow a plan made from the record: what to keep, to move and to compute
+again. A pass that turns out otherwise than its plan falls back to the first way, and is planned anew.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,8 +31,11 @@ from laneway.memory.simulate import Link
 from laneway.memory.tier import Tier
 from laneway.memory.watch import Watch, find_blocks
 
+if TYPE_CHECKING:
+    from laneway.memory.optimizer_state import StreamedOptimizerState
+
 UNKNOWN_HEADROOM = 0.25  # of what is left of the budget: kept free for what a pass never seen makes beside what it saves
-DRIFT = 0.01  # of the budget: a plan is made anew when what lives between passes has changed by more
+DRIFT = 0.01  # of the budget: passes that begin with more of a difference than that have plans of their own
 TIGHTEN = 0.1  # of the budget, less for passes of a signature each time that one ran out of memory
 PLANS = 64  # kept; the one used longest ago goes first
 
@@ -88,10 +91,12 @@ class MemoryManager:
         self.budget = config.budget_bytes(meter.capacity()) or meter.capacity()
         self.forecaster = Forecaster()
         self.passes: deque[PassReport] = deque(maxlen=4096)
-        self.plans: dict[Signature, Plan] = {}
+        self._plans: dict[tuple[Signature, int], Plan] = {}  # by shape and by how much more there is than when it was recorded
         self.profiles: dict[Signature, PassProfile] = {}
+        self.budgets: dict[Signature, float] = {}  # of shapes that ran out of memory: less than the budget
+        self.counted = 0  # passes so far
         self.replanned = 0
-        self.budgets: dict[Signature, float] = {}  # of passes that failed, less than the budget
+        self.optimizer_state: StreamedOptimizerState | None = None
         self._owned: Known[bool] = Known()
         self.activations = Activations(
             tier, self.clock, device, min_bytes=config.min_bytes, protected=lambda tensor: self._owned.get(tensor) is not None
@@ -124,7 +129,9 @@ class MemoryManager:
         self._hooks = self._root = None
 
     def close(self) -> None:
-        """Give the tier back."""
+        """Bring everything back and give the tier back."""
+        if self.optimizer_state is not None:
+            self.optimizer_state.close()
         self.tier.close()
 
     @contextmanager
@@ -181,38 +188,21 @@ class MemoryManager:
             if profile.events and not self.activations.alive:
                 self.profiles[signature] = profile
                 self.forecaster.observe(signature, max(1, profile.peak - profile.static))
-                self.plans.pop(signature, None)
-                self._remember(signature, make_plan(profile, self.budget_of(signature), self.link(), **self._solver()))
         else:
             peak, way = self.meter.peak(), "strayed" if self._strayed else "planned"
             if self._strayed:
-                self.plans.pop(signature, None)
-                self.profiles.pop(signature, None)
+                self._forget(signature)
                 self.replanned += 1
         seconds = self.clock.now() - self._began
+        self.counted += 1
         self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account))
 
     def abandon_pass(self) -> Signature | None:
-        """Close a pass that failed: nothing is learnt from it. Returns what it was a pass of; None where none was under way."""
+        """Close a pass that failed: nothing is learnt from it. Returns the shape it was of; None where none was under way."""
         self._watch.clear()
         self.activations.observer = None
         signature, self._signature, self._recorder = self._signature, None, None
         return signature
-
-    def tighten(self, signature: Signature, by: float = TIGHTEN) -> float:
-        """Passes of this signature did not fit: plan them for a budget less by the fraction ``by`` from now on.
-
-        Its plan is dropped; the next such pass is recorded anew. Returns its budget, in bytes.
-        """
-        self.budgets[signature] = self.budget_of(signature) * (1.0 - by)
-        self.plans.pop(signature, None)
-        while len(self.budgets) > PLANS:
-            del self.budgets[next(iter(self.budgets))]
-        return self.budgets[signature]
-
-    def budget_of(self, signature: Signature) -> float:
-        """Bytes on the device that passes of this signature are planned for."""
-        return self.budgets.get(signature, self.budget)
 
     def link(self) -> Link:
         """The way to the tier, as measured."""
@@ -222,23 +212,48 @@ class MemoryManager:
     # -- plans
 
     def _current_plan(self, signature: Signature) -> Plan | None:
-        plan = self.plans.pop(signature, None)
-        if plan is None:
+        """The plan for a pass of this shape that begins with this much on the device; None: no such pass was seen yet."""
+        profile = self.profiles.get(signature)
+        if profile is None:
             return None
-        drift = self._static - self.profiles[signature].static
-        if abs(drift) > DRIFT * self.budget:
-            profile = self.profiles[signature].shifted(drift)
-            self.profiles[signature] = profile
-            plan = make_plan(profile, self.budget_of(signature), self.link(), **self._solver())
-        self._remember(signature, plan)
+        drift = self._static - profile.static
+        key = signature, round(drift / (DRIFT * self.budget))
+        plan = self._plans.pop(key, None)
+        if plan is None:
+            plan = make_plan(profile.shifted(drift), self.budget_of(signature), self.link(), **self._solver())
+        self._plans[key] = plan  # as the one used last
+        while len(self._plans) > PLANS:
+            del self._plans[next(iter(self._plans))]
         return plan
 
-    def _remember(self, signature: Signature, plan: Plan) -> None:
-        self.plans[signature] = plan
-        while len(self.plans) > PLANS:
-            oldest = next(iter(self.plans))
-            del self.plans[oldest]
-            self.profiles.pop(oldest, None)
+    @property
+    def plans(self) -> dict[Signature, Plan]:
+        """For each shape the plan that was used last."""
+        return {signature: plan for (signature, _), plan in self._plans.items()}
+
+    def budget_of(self, signature: Signature) -> float:
+        """Bytes on the device that passes of this shape are planned for."""
+        return self.budgets.get(signature, self.budget)
+
+    def tighten(self, signature: Signature, by: float = TIGHTEN) -> float:
+        """A pass of this shape ran out of memory: plan them for a budget less by the fraction ``by`` from now on.
+
+        Returns:
+            That budget, in bytes.
+        """
+        self.budgets[signature] = self.budgets.pop(signature, self.budget) * (1.0 - by)
+        self._drop_plans(signature)
+        while len(self.budgets) > PLANS:
+            del self.budgets[next(iter(self.budgets))]
+        return self.budgets[signature]
+
+    def _forget(self, signature: Signature) -> None:
+        """Passes of this shape are to be recorded and planned anew."""
+        self.profiles.pop(signature, None)
+        self._drop_plans(signature)
+
+    def _drop_plans(self, signature: Signature) -> None:
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != signature}
 
     def _solver(self) -> dict[str, Any]:
         return {"solver": self.config.solver, "recompute": self.recompute}

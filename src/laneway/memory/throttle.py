@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 
 class Throttle:
-    """Two token buckets of one second's depth at most ``burst`` seconds; what goes ahead unasked is paid back later.
+    """Token buckets for bytes, for operations and for the link itself; what goes ahead unasked is paid back later.
+
+    Each holds at most ``burst`` seconds of unused allowance.
 
     Args:
         bytes_per_second, operations_per_second: the caps; 0: none.
-        reservation: share of the rates that is taken away while ``busy()`` says a collective is in flight, 0 to 1.
+        reservation: share of the link and of the caps that is taken away while ``busy()`` says a collective is in flight, 0 to 1.
         busy: whether one is.
         burst: seconds of unused allowance that may be saved up.
     """
@@ -26,27 +28,32 @@ class Throttle:
         self.bytes_per_second, self.operations_per_second = bytes_per_second, operations_per_second
         self.reservation, self.busy, self.burst = reservation, busy, burst
         self._last: float | None = None
-        self._debt = 0.0  # seconds of the link at its full allowance that were used in advance; negative: saved up
+        # Seconds at the full rate of bytes, operations and the link that were used in advance; negative: saved up.
+        self._debts = [0.0, 0.0, 0.0]
 
     def delay(self, now: float) -> float:
         """Seconds from ``now`` until a transfer that isn't urgent may begin, if nothing else does."""
-        self._settle(now)
         share = self._share()
-        if self._debt <= 0.0:
-            return 0.0
-        return self._debt / share if share > 0.0 else float("inf")
+        self._settle(now, share)
+        if share <= 0.0:
+            return float("inf")
+        return max(0.0, *self._debts) / share
 
-    def pay(self, nbytes: int, now: float) -> None:
-        """Account for a transfer of ``nbytes`` that begins at ``now``."""
-        self._settle(now)
-        cost = nbytes / self.bytes_per_second if self.bytes_per_second else 0.0
+    def pay(self, nbytes: int, now: float, seconds: float = 0.0) -> None:
+        """Account for a transfer of ``nbytes`` that begins at ``now`` and takes the link for ``seconds``."""
+        busy = self.busy()
+        self._settle(now, 1.0 - self.reservation if busy else 1.0)
+        if self.bytes_per_second:
+            self._debts[0] += nbytes / self.bytes_per_second
         if self.operations_per_second:
-            cost = max(cost, 1.0 / self.operations_per_second)
-        self._debt += cost
+            self._debts[1] += 1.0 / self.operations_per_second
+        if busy and self.reservation:
+            self._debts[2] = max(0.0, self._debts[2]) + seconds
 
-    def _settle(self, now: float) -> None:
+    def _settle(self, now: float, share: float) -> None:
         if self._last is not None and now > self._last:
-            self._debt = max(-self.burst, self._debt - (now - self._last) * self._share())
+            earned = (now - self._last) * share
+            self._debts = [max(-self.burst, debt - earned) for debt in self._debts]
         self._last = now if self._last is None else max(now, self._last)
 
     def _share(self) -> float:

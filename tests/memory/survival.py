@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from laneway.core import LanewayError
 from laneway.memory.config import MemoryConfig
 from laneway.memory.counting import CountingAllocator
+from laneway.memory.disk import DiskTier
 from laneway.memory.manager import MemoryManager
 from laneway.memory.meter import CountingMeter
 from laneway.memory.oom import out_of_memory
@@ -60,7 +61,7 @@ class FileTier(Tier):
 
     def __init__(self, capacity: int) -> None:
         super().__init__("file", capacity)
-        self.file = tempfile.TemporaryFile(buffering=0)
+        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed by close)
         self.ended: list[tuple[Moment, Ended]] = []
         self.end = 0
 
@@ -204,8 +205,8 @@ def every_allocation(
     return {"tried": at - 2, "wrong": wrong, "kinds": sorted(kinds), "moved": moved}
 
 
-ALL = {
-    "replayed": {},
+ALL: dict[str, dict[str, Any]] = {
+    "replayed": {"min_bytes": 64},
     "retried": {"op_retry": "always", "min_bytes": 64},
     "managed": {"room": 20_000, "min_bytes": 512},
     "managed-retried": {"room": 20_000, "min_bytes": 512, "op_retry": "always"},
@@ -235,7 +236,9 @@ def split() -> dict[str, Any]:
 
     got = [survivor.attempt(lambda: tall.micro(rows), parts=parts) for _ in range(2)]
     kinds = [event.kind for event in survivor.events]
-    worst = max(float((p.grad / 2 - g).abs().max() / g.abs().max()) for p, g in zip(tall.model.parameters(), gradients, strict=True))
+    worst = max(
+        float((p.grad / 2 - g).abs().max() / g.abs().max()) for p, g in zip(tall.model.parameters(), gradients, strict=True)
+    )
     off = max(abs(float(value - want)) for value in got)
     before = [p.grad.clone() for p in tall.model.parameters()], torch.get_rng_state()
     allocator.limit(allocator.live + 100_000)
@@ -324,7 +327,8 @@ def limited(how: str, by: str, room_mib: int) -> dict[str, Any]:
         by: ``rlimit`` (address space), ``cgroup`` (the folder of a control group that this may write to), or ``nothing``.
     """
     tall = Tall()
-    room, tier, survivor = room_mib << 20, FileTier(1 << 30), None
+    room, survivor = room_mib << 20, None
+    tier = DiskTier(tempfile.gettempdir(), 256 << 20)
     with ExitStack() as stack:
         stack.callback(tier.close)
         if how != "plain":
@@ -357,6 +361,7 @@ def confine(group: Path, room: int) -> None:
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
+    "smallest": every_allocation,
     **{name: functools.partial(every_allocation, **given) for name, given in ALL.items()},
     "split": split,
     "parked": parked,
@@ -374,7 +379,7 @@ def child(case: str) -> dict[str, Any]:
         try:
             name, *arguments = case.split(",")
             found = CASES[name](*(int(given) if given.isdigit() else given for given in arguments))
-        except BaseException as error:  # whatever it is, the parent must hear of it
+        except Exception as error:  # noqa: BLE001 (whatever it is, the parent must hear of it)
             found = {"error": f"{type(error).__name__}: {error}", "oom": out_of_memory(error)}
         with os.fdopen(send, "w") as pipe:
             json.dump(found, pipe)

@@ -64,13 +64,15 @@ class Failure:
 
         Emptying the frames would not do: a frame holds its function, and that the variables of the function around it.
         """
-        found = cls(error, wanted_bytes(error), _where(error))
-        for link in _chain(error):
+        where = "?"
+        for number, link in enumerate(_chain(error)):
             if link.__traceback__ is not None:
-                link.add_note("It came through (innermost last):\n" + "".join(traceback.format_tb(link.__traceback__)))
+                frames = traceback.extract_tb(link.__traceback__)
+                link.add_note("It came through (innermost last):\n" + "".join(traceback.format_list(frames)))
+                where = _where(frames) if number == 0 else where
             traceback.clear_frames(link.__traceback__)
             link.__traceback__ = None
-        return found
+        return cls(error, wanted_bytes(error), where)
 
 
 def free_unused(device: torch.device) -> None:
@@ -96,10 +98,7 @@ def free_caches(device: torch.device) -> None:
             trim(0)
 
 
-def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return "?"
+def _where(frames: traceback.StackSummary) -> str:
     theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     frame = (theirs or frames)[-1]
     return f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"

@@ -221,7 +221,17 @@ class Survivor:
     # -- optimizer steps and the rest
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()``, with failed allocations survived: see ``exact_step.step_exactly``."""
+        """``optimizer.step()``, with failed allocations survived: see ``exact_step.step_exactly``.
+
+        Where the manager streams the optimizer's state, ops alone are tried again: the step goes by chunks of its own.
+
+        Raises:
+            LanewayError: it does not fit; the text says whether parameters were changed.
+        """
+        if self.manager is not None and self.manager.optimizer_state is not None:
+            with self._ops():
+                optimizer.step()
+            return
 
         def again(failure: Failure, began: float) -> None:
             self._watchful = CALM

@@ -8,7 +8,7 @@ same one and only its size goes to zero meanwhile. Any other use of a parameter 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 

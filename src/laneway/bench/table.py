@@ -28,9 +28,11 @@ COLUMNS = {
     "convert": ("variant", "seed", "trainable", "lr", "val_loss_before", "val_loss", "step_ms", "collapse", "gain_backward"),
     "lora": ("case", "kind", "seed", "order", "caught_step", "measure", "layer", "shown_step", "shown_by", "val_loss",
              "val_loss_bound"),
+    "policies": ("trace", "link_mb_s", "budget", "mode", "policy", "variant", "time_s", "stall_s", "overhead_percent",
+                 "bytes_out", "bytes_in", "recomputed_s"),
     "lora_summary": ("group", "runs", "alarms", "earlier", "same", "later", "missed", "shown"),
 }  # fmt: skip
-LEFT = ("variant", "compared", "dtype", "modality", "model")
+LEFT = ("variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy")
 
 
 def show(report: Report, console: Console | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from laneway.core import LanewayError
 from laneway.memory.activations import Activations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 UNKNOWN_HEADROOM = 0.25  # of what is left of the budget: kept free for what a pass never seen makes beside what it saves
 DRIFT = 0.01  # of the budget: passes that begin with more of a difference than that have plans of their own
+TIGHTEN = 0.1  # of the budget, less for passes of a signature each time that one ran out of memory
 PLANS = 64  # kept; the one used longest ago goes first
 
 
@@ -92,6 +94,7 @@ class MemoryManager:
         self.passes: deque[PassReport] = deque(maxlen=4096)
         self._plans: dict[tuple[Signature, int], Plan] = {}  # by shape and by how much more there is than when it was recorded
         self.profiles: dict[Signature, PassProfile] = {}
+        self.budgets: dict[Signature, float] = {}  # of shapes that ran out of memory: less than the budget
         self.counted = 0  # passes so far
         self.replanned = 0
         self.optimizer_state: StreamedOptimizerState | None = None
@@ -107,6 +110,7 @@ class MemoryManager:
         self._began = 0.0
         self._strayed = False
         self._predicted: float | None = None
+        self._gathered: list[Any] = []
         self._hooks: Any = None
         self._root: Any = None
 
@@ -116,13 +120,15 @@ class MemoryManager:
         if self._root is not None:
             raise LanewayError("the memory manager is on already")
         self._root = self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._gathered = [m.register_forward_pre_hook(self._own_parameters) for m in self._sharded_modules()]
         self._hooks = self.activations.hooks()
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
-        self._root.remove()
+        for hook in (self._root, *self._gathered):
+            hook.remove()
         self.end_pass()
         self._hooks = self._root = None
 
@@ -137,6 +143,17 @@ class MemoryManager:
         """Within, tensors are saved as if there were no manager."""
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
             yield
+
+    def _sharded_modules(self) -> list[nn.Module]:
+        """Modules with parameters that FSDP2 gathers for their forward pass: only then it is known where they lie."""
+        if not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            return []
+        return [module for module in self.model.modules() if any(p is not None for p in module._parameters.values())]
+
+    def _own_parameters(self, module: nn.Module, args: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                self._owned.put(parameter, True)
 
     # -- passes
 
@@ -195,6 +212,13 @@ class MemoryManager:
         self.counted += 1
         self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account))
 
+    def abandon_pass(self) -> Signature | None:
+        """Close a pass that failed: nothing is learnt from it. Returns the shape it was of; None where none was under way."""
+        self._watch.clear()
+        self.activations.observer = None
+        signature, self._signature, self._recorder = self._signature, None, None
+        return signature
+
     def link(self) -> Link:
         """The way to the tier, as measured."""
         write, read = self.tier.bandwidth()
@@ -211,7 +235,7 @@ class MemoryManager:
         key = signature, round(drift / (DRIFT * self.budget))
         plan = self._plans.pop(key, None)
         if plan is None:
-            plan = make_plan(profile.shifted(drift), self.budget, self.link(), **self._solver())
+            plan = make_plan(profile.shifted(drift), self.budget_of(signature), self.link(), **self._solver())
         self._plans[key] = plan  # as the one used last
         while len(self._plans) > PLANS:
             del self._plans[next(iter(self._plans))]
@@ -222,9 +246,28 @@ class MemoryManager:
         """For each shape the plan that was used last."""
         return {signature: plan for (signature, _), plan in self._plans.items()}
 
+    def budget_of(self, signature: Signature) -> float:
+        """Bytes on the device that passes of this shape are planned for."""
+        return self.budgets.get(signature, self.budget)
+
+    def tighten(self, signature: Signature, by: float = TIGHTEN) -> float:
+        """A pass of this shape ran out of memory: plan them for a budget less by the fraction ``by`` from now on.
+
+        Returns:
+            That budget, in bytes.
+        """
+        self.budgets[signature] = self.budgets.pop(signature, self.budget) * (1.0 - by)
+        self._drop_plans(signature)
+        while len(self.budgets) > PLANS:
+            del self.budgets[next(iter(self.budgets))]
+        return self.budgets[signature]
+
     def _forget(self, signature: Signature) -> None:
         """Passes of this shape are to be recorded and planned anew."""
         self.profiles.pop(signature, None)
+        self._drop_plans(signature)
+
+    def _drop_plans(self, signature: Signature) -> None:
         self._plans = {key: plan for key, plan in self._plans.items() if key[0] != signature}
 
     def _solver(self) -> dict[str, Any]:
@@ -232,10 +275,10 @@ class MemoryManager:
 
     def _reactive(self, signature: Signature) -> Schedule:
         """No plan: send out what was saved first as soon as what the pass makes beside might not fit any more."""
-        headroom = self._headroom(signature)
+        headroom, budget = self._headroom(signature), self.budget_of(signature)
 
         def allowance() -> float:
-            return self.budget - (self.meter.live() - self.activations.books.resident) - headroom
+            return budget - (self.meter.live() - self.activations.books.resident) - headroom
 
         return Schedule(allowance=allowance, victims=_first_saved)
 

@@ -180,11 +180,11 @@ def _rate(bytes_per_second: float) -> str:
 
 def _plan_table(managed: list[tuple[str, Memory]]) -> Table:
     several = len(managed) > 1
-    headings = ["Shape", "Fits", "Budget", "Planned peak", "Everything kept", "Longer by", "β", "Keep", "Move", "Recompute"]
-    headings += ["Checkpointed blocks", "Why"]
+    headings = ["Shape", "Fits", "Budget", "Planned", "All kept", "Longer by", "β", "Keep", "Move", "Recompute"]
+    headings += ["Checkpointed", "Why"]
     rows = [[*([printable(name)] if several else []), *_plan_row(plan)] for name, memory in managed for plan in memory.plans]
     kinds = ["", "", *["num"] * 8, "", "detail"]
-    return Table("Plans", [*(["Run"] if several else []), *headings], rows, [*([""] if several else []), *kinds])
+    return Table("Plans and their peaks", [*(["Run"] if several else []), *headings], rows, [*([""] if several else []), *kinds])
 
 
 def _plan_row(plan: Plan) -> list[str]:

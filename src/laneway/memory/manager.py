@@ -23,6 +23,7 @@ from laneway.memory.clock import Clock, WallClock
 from laneway.memory.config import MemoryConfig
 from laneway.memory.extents import Known, storages
 from laneway.memory.meter import Meter
+from laneway.memory.online import victims
 from laneway.memory.plan import Plan, make_plan
 from laneway.memory.predict import Forecaster, Signature
 from laneway.memory.profile import PassProfile
@@ -280,7 +281,9 @@ class MemoryManager:
         def allowance() -> float:
             return budget - (self.meter.live() - self.activations.books.resident) - headroom
 
-        return Schedule(allowance=allowance, victims=_first_saved)
+        began = self._began
+        chosen = victims(self.config.policy, self.activations.books, lambda: self.clock.now() - began, self.tier.bandwidth())
+        return Schedule(allowance=allowance, victims=chosen)
 
     def _headroom(self, signature: Signature) -> float:
         """Bytes to keep free for what a pass makes beside what it saves: as in the passes seen, by tokens."""
@@ -305,10 +308,6 @@ class MemoryManager:
         if self.device.type == "cpu":
             return lambda: None
         return lambda: torch.accelerator.synchronize(self.device)
-
-
-def _first_saved(idle: list[Entry]) -> Entry:
-    return min(idle, key=lambda entry: entry.index)
 
 
 def device_of(model: nn.Module) -> torch.device:

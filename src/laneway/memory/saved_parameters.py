@@ -1,8 +1,8 @@
 """What autograd saves of parameters that may be away when the backward pass comes to it.
 
 Views of a parameter (``weight.t()``) are saved as the storage, which keeps its identity, and how to look at it. Everything else
-that is saved goes where it would have gone: to the hooks that were in force outside, or, without any, to the graph, with the check
-for changes in place that torch leaves out where hooks are in force.
+that is saved goes where it would have gone: to the hooks that were in force outside, or, without any, to the graph, with the
+check for changes in place that torch leaves out where hooks are in force.
 """
 
 from __future__ import annotations

@@ -139,6 +139,8 @@ class _Bench:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.tokens = torch.randint(0, size.vocabulary, (size.batch, size.length + 1))
         self.tiers: list[Tier] = []
+        self.wanted: list[Tensor] = []
+        self.meter = Without(lambda: sum(tensor.nbytes for tensor in self.wanted))
         for _ in range(2):
             self.step()
         self.plain_peak = self._peak(self.step)
@@ -174,9 +176,9 @@ class _Bench:
 
     def _peak(self, work: Callable[[], object]) -> int:
         """Most bytes alive during ``work``, without those that the benchmark itself holds."""
-        self.allocator.reset_peak()
+        self.meter.reset_peak()
         work()
-        return self.allocator.peak - sum(tensor.nbytes for tensor in getattr(self, "wanted", []))
+        return self.meter.peak()
 
     # -- real time
 
@@ -217,7 +219,7 @@ class _Bench:
         config = MemoryConfig(budget=str(int(share * self.plain_peak)), folder=self.options.folder, collective_reservation=0.0)
         tier = make_tier(config, CPU)
         self.tiers.append(tier)
-        manager = MemoryManager(self.model, config, tier, Without(lambda: sum(tensor.nbytes for tensor in self.wanted)), CPU)
+        manager = MemoryManager(self.model, config, tier, self.meter, CPU)
         return _Variant(f"managed {share:g}", share, lambda: manager, manager)
 
     def _stepped(self, variant: _Variant) -> None:
@@ -281,15 +283,7 @@ class _Bench:
         clock = ComputeClock()
         tier = SimulatedTier(clock, 1 << 40, bandwidth * 1e6, bandwidth * 1e6, latency=1e-4, copying=clock.aside)
         config = MemoryConfig(budget=str(int(share * self.plain_peak)), collective_reservation=0.0)
-        manager = MemoryManager(
-            self.model,
-            config,
-            tier,
-            Without(lambda: sum(tensor.nbytes for tensor in self.wanted)),
-            CPU,
-            clock=clock,
-            recompute=recompute,
-        )
+        manager = MemoryManager(self.model, config, tier, self.meter, CPU, clock=clock, recompute=recompute)
         variant = _Variant("virtual", share, lambda: manager, manager)
         self.wanted = self._gradients()
         exact = self._exact(variant)
@@ -337,7 +331,7 @@ class _Bench:
             row["plain_survived"] = int(self._came_through(self.backward))
         config = MemoryConfig(budget=str(limit), folder=self.options.folder, collective_reservation=0.0)
         tier = make_tier(config, CPU, budget=limit)
-        manager = MemoryManager(self.model, config, tier, Without(lambda: sum(tensor.nbytes for tensor in self.wanted)), CPU)
+        manager = MemoryManager(self.model, config, tier, self.meter, CPU)
         survivor = Survivor(manager, self.model, device=CPU)
         with self._limited(limit), manager:
             self.tokens = usual

@@ -1,8 +1,8 @@
 """What autograd saves of parameters that may be away when the backward pass comes to it.
 
 Views of a parameter (``weight.t()``) are saved as the storage, which keeps its identity, and how to look at it. Everything else
-that is saved goes where it would have gone: to the hooks that were in force outside, or, without any, to the graph, with the check
-for changes in place that torch leaves out where hooks are in force.
+that is saved goes where it would have gone: to the hooks that were in force outside, or, without any, to the graph, with the
+check for changes in place that torch leaves out where hooks are in force.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from laneway.memory.parcel import Parcel
@@ -36,12 +37,9 @@ class SavedParameters:
 
     def push(self) -> saved_tensors_hooks | None:
         """Put the hooks in force, on top of those that are; None where they are on top already."""
-        outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if (
-            outside is not None
-            and isinstance(getattr(outside[0], "__self__", None), _Hooks)
-            and outside[0].__self__.saved is self
-        ):
+        outside = _top_saved_tensors_default_hooks(True)
+        above = getattr(outside[0], "__self__", None) if outside is not None else None
+        if isinstance(above, _Hooks) and above.saved is self:
             return None
         pair = _Hooks(self, outside)
         hooks = saved_tensors_hooks(pair.pack, pair.unpack)

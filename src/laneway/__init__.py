@@ -26,6 +26,7 @@ _HOME = {
     "convert": "laneway.connections.convert",
     "unconvert": "laneway.connections.convert",
     "load_converted": "laneway.connections.load",
+    "manage_memory": "laneway.memory.manage",
     "InputError": "laneway.core",
     "LanewayError": "laneway.core",
     "Extension": "laneway.core",
@@ -46,6 +47,7 @@ __all__ = [
     "convert",
     "expand_streams",
     "load_converted",
+    "manage_memory",
     "param_groups",
     "restore_hf",
     "shard_connections",
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from laneway.connections.hf import accelerate_hf, restore_hf
     from laneway.connections.load import load_converted
     from laneway.core import Extension, InputError, LanewayError
+    from laneway.memory.manage import manage_memory
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +155,7 @@ def torch_flags() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _alone(lock: Path) -> Generator[None]:
     """One process at a time; the system frees the lock of a process that dies."""
     with lock.open("w") as file:
         if sys.platform != "win32":

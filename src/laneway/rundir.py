@@ -4,6 +4,7 @@
     env.json               machine, versions, command
     metrics/rank0.jsonl    one row a logged step: step, time, then named scalars with their units in the name
     events.jsonl           one row an event: time, step, kind, then what belongs to it
+    memory.json            what the memory manager did, where there is one: budget, tier, plans, passes
     checkpoints/step_*/    plain checkpoints
     latest                 name of the newest complete checkpoint
 
@@ -59,6 +60,11 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     @property
+    def memory(self) -> Path:
+        """``memory.json``."""
+        return self.path / "memory.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
@@ -85,6 +91,14 @@ class RunDirectory:
             return json.loads(self.env.read_text("utf-8")) if self.env.is_file() else {}
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise LanewayError(f"{self.env}: not JSON ({error})") from error
+
+    def read_memory(self) -> dict[str, Any] | None:
+        """What the memory manager did; None where nothing was written, or what there is is no JSON object (half-written, say)."""
+        try:
+            found = json.loads(self.memory.read_text("utf-8")) if self.memory.is_file() else None
+        except (ValueError, RecursionError):  # no JSON, no UTF-8, an integer of thousands of digits, nested without end
+            return None
+        return found if isinstance(found, dict) else None
 
     def read_metrics(self, rank: int = 0) -> list[dict[str, Any]]:
         """Rows of one rank, by step; where a resume wrote a step again, the later row counts."""

@@ -21,6 +21,7 @@ BYTES_ACCEPTED = 'a number of bytes such as "1.5GiB" (1024³), "800MB" (1000²) 
 HOST_BUFFER_LEAST, HOST_BUFFER_COMFORTABLE = 2.5, 3.0
 LARGEST_HOST_BUFFER_RATIO = 0.95
 DEFAULT_HOST_BUFFER_RATIO = 0.5
+AUTO_BUDGET = 0.82
 GIB = 2**30
 
 
@@ -59,6 +60,22 @@ def parse_fraction(field: str, given: object, most: float = 1.0) -> float:
     if not 0 <= value <= most:
         raise InputError(field, given, f"a number from 0 to {most:g}")
     return value
+
+
+def budget_bytes(field: str, given: object, capacity: int) -> int:
+    """A budget in bytes: ``auto`` is 82 % of the capacity, anything else a size.
+
+    Raises:
+        InputError: neither, or nothing at all, or more than the capacity.
+    """
+    if given == "auto":
+        return int(AUTO_BUDGET * capacity)
+    size = parse_bytes(field, given)
+    if size == 0:
+        raise InputError(field, given, f"auto, or {BYTES_ACCEPTED}", "to turn it off, leave it empty")
+    if size > capacity:
+        raise InputError(field, given, f"at most what the device holds, {capacity} bytes, or auto")
+    return size
 
 
 def check_host_buffer(host_bytes: float, ratio: float, device_bytes: float) -> str | None:

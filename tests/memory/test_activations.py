@@ -195,7 +195,9 @@ def test_retained_graphs_second_derivatives_and_partial_ones():
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     gc.collect()
     assert activations.alive == 0
-    assert torch.autograd.gradcheck(lambda t: (t @ t.t()).tanh().sum(), torch.randn(3, 3, dtype=torch.float64, requires_grad=True))
+    assert torch.autograd.gradcheck(
+        lambda t: (t @ t.t()).tanh().sum(), torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    )
 
 
 def test_a_graph_that_is_dropped_frees_its_entries_without_the_collector():
@@ -242,11 +244,14 @@ def test_an_error_in_the_forward_pass_leaves_nothing():
     activations = engine()
     activations.begin(everything(Choice.MOVE, 0.0))
     x = torch.randn(40, requires_grad=True)
-    with pytest.raises(ZeroDivisionError), activations.hooks():
+
+    def forward() -> None:
         y = x.exp()
         y = y * y
         raise ZeroDivisionError
-    del y
+
+    with activations.hooks(), pytest.raises(ZeroDivisionError):
+        forward()
     gc.collect()
     assert activations.alive == 0
 

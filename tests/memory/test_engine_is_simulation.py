@@ -1,4 +1,4 @@
-"""The engine that moves real tensors, on the simulation's clock: times, stalls, bytes, misses and order are those of the simulation."""
+"""The engine that moves real tensors, on the simulation's clock: times, stalls, bytes, misses and order are the simulation's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,12 @@ class Still:
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.act, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width)
+        self.norm, self.up, self.act, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.GELU(),
+            nn.Linear(3 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.act(self.up(self.norm(x)))).tanh()
@@ -86,12 +91,13 @@ def recorded(link: Link, seed: int) -> PassProfile:
     return profile
 
 
-def engine(link: Link, seed: int, profile: PassProfile, choices, budget: float) -> tuple[Activations, list[Tensor], list[Tensor], float]:
+def engine(
+    link: Link, seed: int, profile: PassProfile, choices, budget: float
+) -> tuple[Activations, list[Tensor], list[Tensor], float]:
     model, activations, x = setup(link, seed)
     want = backward(model, x)
     clock, at = activations.books.clock, 0
-    start = activations.begin(Schedule(choices, allowances(profile, budget), profile.order()))
-    assert start is None
+    activations.begin(Schedule(choices, allowances(profile, budget), profile.order(), profile.held()))
 
     def tick(kind: str, entry: Entry) -> None:
         nonlocal at

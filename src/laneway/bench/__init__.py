@@ -11,9 +11,11 @@ BENCHES = {
     "layer": "one hyper-connection site, forward and backward, against other libraries and the copy-bandwidth floor",
     "hf": "training steps of transformers' hyper-connection models, as they are and with accelerate_hf",
     "step": "a whole training step with hyper-connections over the same step with plain residuals",
+    "memory": "a training step under a budget of memory, against plain training, checkpointing and other ways to need less",
     "quality": "the same training run with different residuals: validation loss, step time, memory, gain",
     "modalities": "images, and images with text, with and without hyper-connections: accuracy, step time",
     "precision": "a training step in fp32 and under bf16 autocast: how many times faster, on which instructions",
     "convert": "a pretrained Llama goes on training: plain, converted with its maps alone, converted as a whole",
+    "policies": "eviction policies on recorded training steps in a simulated device: stall, overhead, bytes moved",
     "lora": "fine-tunes with a mistake: whether the consistency check says so before the loss does, and its false alarms",
 }

@@ -102,6 +102,38 @@ def _shape(text: str) -> tuple[int, int]:
     return int(tokens), int(dim)
 
 
+def _memory(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    models: tuple[str, ...] = ("gpt", "llama"),
+    dtype: tuple[str, ...] = ("fp32", "bf16"),
+    budgets: tuple[float, ...] = (0.63, 0.5),
+    peers: tuple[str, ...] = ("checkpoint", "selective", "save_on_cpu", "torch_save"),
+    virtual: tuple[float, ...] = (200.0,),
+    folder: str = "",
+    seconds: float = 120.0,
+) -> _Job:
+    """A training step under a budget of memory, against plain training, checkpointing and other ways to need less.
+
+    Args:
+        quick: at most 60 s on 2 cores: a smaller network, one model, one budget, one peer.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/memory.csv and memory_virtual.csv; without DIR to benchmarks/results of the source checkout.
+        models: gpt and / or llama.
+        dtype: fp32 and / or bf16 (autocast).
+        budgets: as parts of plain training's peak.
+        peers: checkpoint, selective, save_on_cpu, torch_save.
+        virtual: bandwidths of simulated tiers, MB/s.
+        folder: of the disk tier's file; by default that of temporary files.
+        seconds: time budget of the rounds of a model and dtype.
+    """
+    from laneway.bench import tiered
+
+    options = tiered.MemoryOptions(models, dtype, budgets, peers, virtual, folder, seconds)
+    return _job(tiered, options, quick, json, save)
+
+
 def _quality(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
@@ -319,13 +351,36 @@ def _step(
     return _job(step, options, quick, json, save)
 
 
+def _policies(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    traces: str = "",
+    record: Annotated[bool, Flag] = False,
+) -> _Job:
+    """Eviction policies on recorded training steps in a simulated device, and whether they reach their targets.
+
+    Args:
+        quick: at most 60 s on 2 cores: one link and one budget.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/policies.csv; without DIR to benchmarks/results of the source checkout.
+        traces: folder of the traces; benchmarks/traces of the source checkout by default.
+        record: record the traces first, into that folder; takes minutes, one thread.
+    """
+    from laneway.bench import policies
+
+    return _job(policies, policies.PolicyOptions(traces=traces, record=record), quick, json, save)
+
+
 COMMANDS = {
     "layer": _layer,
     "step": _step,
+    "memory": _memory,
     "quality": _quality,
     "modalities": _modalities,
     "precision": _precision,
     "hf": _hf,
     "lora": _lora,
     "convert": _convert,
+    "policies": _policies,
 }

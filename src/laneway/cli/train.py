@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import tyro
 
 from laneway.cli._parse import parse
 from laneway.core import LanewayError, choice
+from laneway.memory.config import from_environment
 from laneway.recipes import DEFAULT, RECIPES
 from laneway.rundir import RunDirectory
 from laneway.train.config import TrainConfig
@@ -23,6 +25,8 @@ from laneway.train.place import newest_run
 from laneway.train.progress import duration
 from laneway.train.resume import saved_config
 from laneway.train.settings import merge, read_toml
+
+_MEMORY_FLAG = re.compile("^--memory-")  # --memory-budget is short for --memory.budget
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def read_request(args: Sequence[str]) -> Request:
 
     Which configuration that is stands in the flags themselves, so they are read twice where the first guess was wrong.
     """
+    args = [_MEMORY_FLAG.sub("--memory.", arg) for arg in args]
     guess = Request(args[0] if args and not args[0].startswith("-") else None, None, None, False, False, TrainConfig())
     for _ in range(2):
         start = starting_config(guess)
@@ -86,6 +91,7 @@ def starting_config(request: Request) -> TrainConfig:
         config = saved_config(RunDirectory.open(newest_run(request.folder) if request.out is None else request.out, "resume"))
     else:
         config = RECIPES[choice("recipe", request.recipe or DEFAULT, RECIPES)]()
+        config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, **from_environment()))
     if request.config_file is None:
         return config
     config, problems = merge(config, read_toml(request.config_file))

@@ -1,8 +1,9 @@
 """Looks at a run, or at this machine, and says what to change: finding, evidence, knob.
 
 facts.py    a run as the rules see it         rules.py      the rules and the engine
-rules_training.py, rules_streams.py, rules_resources.py     what each rule looks for, and its threshold
+rules_training.py, rules_streams.py, rules_resources.py, rules_memory.py    what each rule looks for, and its threshold
 machine.py  what this machine is              bandwidth.py  what its memory tiers do, measured
+activity.py how busy its kernel is with memory, sampled
 advice.py   findings about the machine        show.py       for a terminal or a pipe
 """
 

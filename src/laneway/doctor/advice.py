@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from laneway.core import InputError
 from laneway.doctor.finding import Finding, Knob, Symptom
+from laneway.doctor.rules_memory import VARIABLES, host_buffer_symptom, memory_knob
+from laneway.sizes import DEFAULT_HOST_BUFFER_RATIO, LARGEST_HOST_BUFFER_RATIO, budget_bytes, parse_fraction
 
 Machine = dict[str, Any]
 GIB = 2.0**30
@@ -115,6 +118,54 @@ def swapping(machine: Machine) -> Symptom | None:
     )
 
 
+# Swap both ways at 1 MiB/s of 4 KiB pages each: what goes out is wanted back. Or reads that processes wait for while the kernel
+# takes more time than it does for a training step, which hardly calls it.
+BOTH_WAYS, FAULTS, SYSTEM = 256.0, 100.0, 0.3
+
+
+def swap_thrash(machine: Machine) -> Symptom | None:
+    """Memory goes to disk and comes back, now."""
+    paging = machine.get("paging")
+    if not paging:
+        return None
+    both = min(paging["pages_in_per_s"], paging["pages_out_per_s"]) > BOTH_WAYS
+    busy = paging["system_share"] > SYSTEM and paging["major_faults_per_s"] > FAULTS
+    if not (both or busy):
+        return None
+    return Symptom(
+        "the machine thrashes: memory goes to disk and is wanted back",
+        f"{100 * paging['system_share']:.0f} % of the processor time in the kernel; {paging['pages_in_per_s']:,.0f} pages/s in "
+        f"from swap, {paging['pages_out_per_s']:,.0f} out; {paging['major_faults_per_s']:,.0f} major faults/s",
+        (
+            memory_knob("host_buffer_ratio", "lower: the host buffer leaves the system too little"),
+            memory_knob("max_swap_ops_per_second", "a cap on the manager's own transfers, while the system swaps beside them"),
+            memory_knob("tier", "disk: written round the page cache, it takes no host memory"),
+            Knob("micro_batch_size", "smaller"),
+        ),
+    )
+
+
+def host_buffer(machine: Machine) -> Symptom | None:
+    """The memory manager's host buffer against the devices; nothing where no variable turns the manager on."""
+    settings = {field: machine.get("memory_settings", {}).get(name, "").strip() for field, name in VARIABLES.items()}
+    devices, tier = machine["devices"], settings["tier"] or "auto"
+    if not (settings["budget"] or settings["host_buffer_ratio"]) or tier == "disk" or (not devices and tier != "host"):
+        return None
+    host = machine["memory"]["limit_bytes"] or machine["memory"]["total_bytes"]
+    try:
+        ratio = DEFAULT_HOST_BUFFER_RATIO
+        if settings["host_buffer_ratio"]:
+            ratio = parse_fraction(VARIABLES["host_buffer_ratio"], settings["host_buffer_ratio"], LARGEST_HOST_BUFFER_RATIO)
+        device = sum(entry["total_bytes"] for entry in devices)
+        if not devices:
+            if not settings["budget"]:
+                return None
+            device = budget_bytes(VARIABLES["budget"], settings["budget"], host)
+    except InputError as error:
+        return Symptom("a variable of the memory manager is wrong", str(error), (Knob(error.field, error.accepted),))
+    return host_buffer_symptom(host, ratio, device)
+
+
 def full_disk(machine: Machine) -> Symptom | None:
     """No room for checkpoints."""
     disk = machine["disk"]
@@ -149,6 +200,18 @@ MACHINE_RULES: tuple[MachineRule, ...] = (
     MachineRule("fresh-memory", "below 60 % of the copy into existing memory: the rest goes to page faults", fresh_memory),
     MachineRule("little-memory", "below 1 GiB or 10 %", little_memory),
     MachineRule("swapping", "more than 0.5 GiB and 10 % of the memory in swap", swapping),
+    MachineRule(
+        "swap-thrash",
+        "in half a second, more than 256 pages/s (1 MiB/s) swapped in and as many out; or more than 30 % of the processor time "
+        "in the kernel and more than 100 major faults/s: a training step hardly calls the kernel",
+        swap_thrash,
+    ),
+    MachineRule(
+        "host-buffer",
+        "where the environment sets the memory manager: a host buffer below 2.5 times the memory of all accelerators (or the "
+        "budget, without one), or a variable that can't be read",
+        host_buffer,
+    ),
     MachineRule("full-disk", "below 2 GiB or 2 %, and below 50 GiB", full_disk),
     MachineRule("slow-disk", "below 50 MB/s written", slow_disk),
 )

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from laneway import __version__
+from laneway.doctor.activity import sample_paging
 from laneway.doctor.bandwidth import device_rates, disk_rates, memory_rates
 
 # Instruction sets that decide which kernels torch and we can use, as /proc/cpuinfo spells them.
@@ -53,6 +54,7 @@ def describe_machine(folder: Path | None = None) -> dict[str, Any]:
             exists (nothing is created but a temporary file without a name).
     """
     folder = folder or cache_folder()
+    paging = sample_paging()  # before the measurements, which make the kernel busy themselves
     memory = _memory()
     rates = [*memory_rates(memory["available_bytes"]), *device_rates()]
     disk = _disk(folder)
@@ -67,6 +69,7 @@ def describe_machine(folder: Path | None = None) -> dict[str, Any]:
         "torch": _torch(),
         "cpu": _cpu(),
         "memory": memory,
+        "paging": paging,
         "devices": _devices(),
         "accelerator_files": accelerator_files(),
         "disk": disk,
@@ -74,6 +77,7 @@ def describe_machine(folder: Path | None = None) -> dict[str, Any]:
         "compilers": _compilers(),
         "distributed": _distributed(),
         "allocator": {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
+        "memory_settings": {name: text for name, text in sorted(os.environ.items()) if name.startswith("MHC_")},
         "packages": optional_packages(),
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from laneway.doctor import rules_resources, rules_streams, rules_training
+from laneway.doctor import rules_memory, rules_resources, rules_streams, rules_training
 from laneway.doctor.facts import RunFacts
 from laneway.doctor.finding import Finding, Symptom
 
@@ -48,6 +48,9 @@ RULES: tuple[Rule, ...] = (
     Rule("memory-overflow", rules_resources.OVERFLOW, rules_resources.memory_overflow),
     Rule("memory-growth", rules_resources.GROWTH, rules_resources.memory_growth),
     Rule("throughput-drop", rules_resources.THROUGHPUT, rules_resources.throughput_drop),
+    Rule("swap-thrash", rules_memory.THRASH, rules_memory.swap_thrash),
+    Rule("transfer-contention", rules_memory.CONTENTION, rules_memory.transfer_contention),
+    Rule("host-buffer", rules_memory.HOST_BUFFER, rules_memory.host_buffer),
 )
 
 

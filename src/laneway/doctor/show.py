@@ -27,6 +27,10 @@ def machine_lines(machine: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if not machine["devices"]:
         lines.insert(6, ("device", "no accelerator"))
+    if machine.get("paging"):
+        lines.insert(6, ("paging", _paging(machine["paging"])))
+    if machine.get("memory_settings"):
+        lines.append(("memory manager", " ".join(f"{k}={v}" for k, v in machine["memory_settings"].items())))
     if "error" in disk:
         lines.append(("disk", disk["error"]))
     lines += [(rate["what"], _rate(rate)) for rate in machine["bandwidth"]]
@@ -37,6 +41,11 @@ def machine_lines(machine: dict[str, Any]) -> list[tuple[str, str]]:
     for extra, packages in machine["packages"].items():
         lines.append((f"extra {extra}", ", ".join(f"{name} {version or 'absent'}" for name, version in packages.items())))
     return lines
+
+
+def _paging(paging: dict[str, Any]) -> str:
+    swap = f"swap {paging['pages_in_per_s']:,.0f} pages/s in, {paging['pages_out_per_s']:,.0f} out"
+    return f"{100 * paging['system_share']:.0f} % system time; {swap}; {paging['major_faults_per_s']:,.0f} major faults/s"
 
 
 def _rate(rate: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from laneway.sizes import (
     BYTES_ACCEPTED,
     DEFAULT_HOST_BUFFER_RATIO,
     LARGEST_HOST_BUFFER_RATIO,
+    budget_bytes,
     check_host_buffer,
     parse_bytes,
     parse_fraction,
@@ -27,7 +28,8 @@ __all__ = ["VARIABLES", "MemoryConfig", "check_host_buffer", "from_environment",
 POLICIES = ("cost_aware", "lru", "fifo")
 TIERS = ("auto", "host", "disk")
 SOLVERS = ("greedy", "milp")
-AUTO_BUDGET = 0.82
+OPTIMIZER_STATES = ("device", "streamed")
+SWITCH = ("true", "false")
 
 VARIABLES = {
     "budget": "MHC_MEMORY_BUDGET",
@@ -40,6 +42,8 @@ VARIABLES = {
     "collective_reservation": "MHC_COLLECTIVE_RESERVATION",
     "solver": "MHC_PLAN_SOLVER",
     "min_bytes": "MHC_MIN_SWAP_BYTES",
+    "optimizer_state": "MHC_OPTIMIZER_STATE",
+    "replay": "MHC_REPLAY",
 }
 
 
@@ -67,6 +71,11 @@ class MemoryConfig:
     """How a plan is found: greedy | milp"""
     min_bytes: int = 64 << 10
     """Smaller tensors are never moved."""
+    optimizer_state: str = "device"
+    """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
+    replay: bool = True
+    """Run a micro-batch that ran out of memory again, with a smaller budget. Under DDP gradients are then reduced after the last
+    backward pass, when all ranks have agreed, and not during it."""
 
     def problems(self, prefix: str = "memory") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
@@ -85,6 +94,8 @@ class MemoryConfig:
             lambda: _check_fraction(name("collective_reservation"), self.collective_reservation, 1.0),
             lambda: choice(name("solver"), self.solver, SOLVERS),
             lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
+            lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
+            lambda: choice(name("replay"), str(self.replay).lower(), SWITCH),
         ]
         return collect(checks)
 
@@ -104,15 +115,7 @@ class MemoryConfig:
         Raises:
             InputError: not a budget, or more than the capacity.
         """
-        if not self.on:
-            return None
-        if self.budget == "auto":
-            return int(AUTO_BUDGET * capacity)
-        _check_budget("memory.budget", self.budget)
-        wanted = parse_bytes("memory.budget", self.budget)
-        if wanted > capacity:
-            raise InputError("memory.budget", self.budget, f"at most what the device holds, {capacity} bytes, or auto")
-        return wanted
+        return budget_bytes("memory.budget", self.budget, capacity) if self.on else None
 
     def host_buffer_bytes(self, host_bytes: int) -> int:
         """Most bytes that the host tier may take on a host with ``host_bytes`` of memory."""
@@ -175,6 +178,8 @@ def _from_text(field: str, text: str) -> Any:
         value = int(text)
     elif field in ("max_bytes_per_second", "min_bytes"):
         value = parse_bytes(variable, text)
+    elif field == "replay":
+        value = choice(variable, text.lower(), SWITCH) == "true"
     for problem in MemoryConfig(**{field: value}).problems():
         raise InputError(variable, text, problem.accepted, problem.hint)
     return value

@@ -74,25 +74,27 @@ class DemandModel:
     def predict(self, signature: Signature) -> Prediction | None:
         """What a step with this signature will take; None where nothing was observed yet.
 
-        A shape that was seen takes what it took last time; the band is what it took the last four times. Any other lies on the
-        fit; the band is that of the leave-one-out errors, wider in proportion where the shape is larger than all that were seen.
-        With a single shape seen, bytes are taken to grow in proportion to tokens, which is too much rather than too little.
+        A shape that was seen takes what it took last time (a bucket: at most, of the last four); the band is what it took the
+        last four times. Any other lies on the fit; the band is that of the leave-one-out errors, wider in proportion where the
+        shape is larger than all that were seen. With a single shape seen, bytes are taken to grow in proportion to tokens, which
+        is too much rather than too little.
         """
         signature = signature.bucketed(self.bucket)
         peaks = self._seen.get(signature)
         if peaks:
-            margin = NARROWEST * peaks[-1]
-            return Prediction(peaks[-1], min(*peaks, peaks[-1] - margin), max(*peaks, peaks[-1] + margin), "seen")
+            expected = peaks[-1] if self.bucket == 1 else max(peaks)
+            margin = NARROWEST * expected
+            return Prediction(expected, min(*peaks, expected - margin), max(*peaks, expected + margin), "seen")
         if not self._seen:
             return None
         fit = self.fit()
         if fit.form == "constant":
             return self._proportional(signature, fit)
-        expected = fit(signature.tokens, signature.pairs)
+        level = fit(signature.tokens, signature.pairs)
         further = max(1.0, signature.tokens / fit.longest)
         low, high = np.quantile(fit.errors, [0.05, 0.95]) if len(fit.errors) >= 20 else (min(fit.errors), max(fit.errors))
         lower, higher = max(-low, NARROWEST) * further, max(high, NARROWEST) * further
-        return Prediction(expected, max(0.0, expected * (1 - lower)), expected * (1 + higher), "fitted")
+        return Prediction(level, max(0.0, level * (1 - lower)), level * (1 + higher), "fitted")
 
     def fit(self) -> Fit:
         """The present fit, made anew where more than an eighth of the shapes came after it; needs one observation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -24,9 +25,10 @@ class History:
         self.horizon = horizon
         self.peaks: deque[int] = deque(maxlen=WINDOW)
 
-    def next_step(self, ahead: int) -> Prediction:
-        """One step, ``ahead`` ≥ 1 steps from now: the median of the window and its 5 % and 95 % quantiles, moved by the trend."""
-        return self._quantiles(np.array(self.peaks, dtype=float), 0.5, ahead)
+    def next_steps(self, first: int, last: int) -> list[Prediction]:
+        """Each of the steps ``first`` … ``last`` from now (1: the very next): the window's median, 5 % and 95 % quantiles."""
+        ahead = np.arange(first, last + 1)
+        return self._quantiles(np.array(self.peaks, dtype=float), ahead, run=1) if len(ahead) else []
 
     def highest(self) -> Prediction:
         """The largest of the next ``horizon`` steps.
@@ -38,21 +40,31 @@ class History:
         if len(peaks) > self.horizon:
             maxima = np.lib.stride_tricks.sliding_window_view(peaks, self.horizon).max(axis=1)
         else:
-            maxima = np.maximum.accumulate(peaks)[-1:]
-        return self._quantiles(maxima, 0.5, self.horizon)
+            maxima = peaks.max(keepdims=True)
+        return self._quantiles(maxima, np.array([self.horizon]), run=self.horizon)[0]
 
-    def _quantiles(self, values: np.ndarray, middle: float, ahead: int) -> Prediction:
-        """Quantiles of ``values``, in part about their line ``ahead`` steps on, as much as that line explains."""
-        wanted = [0.05, middle, 0.95]
-        plain = np.quantile(values, wanted)
+    def _quantiles(self, values: np.ndarray, ahead: np.ndarray, run: int) -> list[Prediction]:
+        """Quantiles of ``values``, in part about their line, as much as that line explains.
+
+        Args:
+            values: one a step, the last one now.
+            ahead: steps from now.
+            run: so many values in a row share most of what they come from: the line rests on that many times fewer.
+        """
+        wanted = [0.05, 0.5, 0.95]
+        told = np.tile(np.quantile(values, wanted), (len(ahead), 1))
         recent = values[-TREND_WINDOW:]
         if len(recent) >= LEAST_TREND:
-            steps = np.arange(len(recent), dtype=float)
-            slope, level = np.polyfit(steps, recent, 1)
+            steps = np.arange(len(recent)) - (len(recent) - 1) / 2
+            slope, level = float(steps @ recent / (steps @ steps)), float(recent.mean())
             left = recent - (level + slope * steps)
             explained = 1 - left.var() / max(recent.var(), 1e-9)
             weight = float(np.clip((explained - FAINT) / (CLEAR - FAINT), 0.0, 1.0))
-            line = level + slope * (len(recent) - 1 + ahead) + np.quantile(left, wanted)
-            plain = (1 - weight) * plain + weight * np.maximum(line, 0.0)
-        low, expected, high = (float(value) for value in plain)
-        return Prediction(expected, min(low, expected * (1 - NARROWEST)), max(high, expected * (1 + NARROWEST)), "history")
+            # Variance of a new value about a fitted line, at the end of the line: σ²(1 + 1/n + 3/n).
+            wider = math.sqrt(1 + 4 * run / len(recent))
+            line = level + slope * (steps[-1] + ahead)[:, None] + wider * np.quantile(left, wanted)
+            told = (1 - weight) * told + weight * np.maximum(line, 0.0)
+        return [
+            Prediction(middle, min(low, middle * (1 - NARROWEST)), max(high, middle * (1 + NARROWEST)), "history")
+            for low, middle, high in told.tolist()
+        ]

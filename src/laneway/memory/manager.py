@@ -1,8 +1,8 @@
 """The memory manager: keeps a training step within a budget of device memory, with the same gradients bit for bit.
 
-A pass (forward and backward) of a kind that was not seen before is held within the budget by sending out what was saved first, and
-is written down. From then on passes of that kind follow a plan made from the record: what to keep, to move and to compute again.
-A pass that turns out otherwise than its plan falls back to the first way, and is planned anew.
+A pass (forward and backward) of a kind that was not seen before is held within the budget by sending out what was saved first,
+and is written down. From then on passes of that kind follow a plan made from the record: what to keep, to move and to compute
+again. A pass that turns out otherwise than its plan falls back to the first way, and is planned anew.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from laneway.core import LanewayError
 from laneway.memory.activations import Activations
@@ -22,6 +23,7 @@ from laneway.memory.clock import Clock, WallClock
 from laneway.memory.config import MemoryConfig
 from laneway.memory.extents import Known, storages
 from laneway.memory.meter import Meter
+from laneway.memory.online import victims
 from laneway.memory.plan import Plan, make_plan
 from laneway.memory.predict import Forecaster, Signature
 from laneway.memory.profile import PassProfile
@@ -31,8 +33,12 @@ from laneway.memory.simulate import Link
 from laneway.memory.tier import Tier
 from laneway.memory.watch import Watch, find_blocks
 
+if TYPE_CHECKING:
+    from laneway.memory.optimizer_state import StreamedOptimizerState
+
 UNKNOWN_HEADROOM = 0.25  # of what is left of the budget: kept free for what a pass never seen makes beside what it saves
-DRIFT = 0.01  # of the budget: a plan is made anew when what lives between passes has changed by more
+DRIFT = 0.01  # of the budget: passes that begin with more of a difference than that have plans of their own
+TIGHTEN = 0.1  # of the budget, less for passes of a signature each time that one ran out of memory
 PLANS = 64  # kept; the one used longest ago goes first
 
 
@@ -87,9 +93,12 @@ class MemoryManager:
         self.budget = config.budget_bytes(meter.capacity()) or meter.capacity()
         self.forecaster = Forecaster()
         self.passes: deque[PassReport] = deque(maxlen=4096)
-        self.plans: dict[Signature, Plan] = {}
+        self._plans: dict[tuple[Signature, int], Plan] = {}  # by shape and by how much more there is than when it was recorded
         self.profiles: dict[Signature, PassProfile] = {}
+        self.budgets: dict[Signature, float] = {}  # of shapes that ran out of memory: less than the budget
+        self.counted = 0  # passes so far
         self.replanned = 0
+        self.optimizer_state: StreamedOptimizerState | None = None
         self._owned: Known[bool] = Known()
         self.activations = Activations(
             tier, self.clock, device, min_bytes=config.min_bytes, protected=lambda tensor: self._owned.get(tensor) is not None
@@ -102,6 +111,7 @@ class MemoryManager:
         self._began = 0.0
         self._strayed = False
         self._predicted: float | None = None
+        self._gathered: list[Any] = []
         self._hooks: Any = None
         self._root: Any = None
 
@@ -111,18 +121,22 @@ class MemoryManager:
         if self._root is not None:
             raise LanewayError("the memory manager is on already")
         self._root = self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._gathered = [m.register_forward_pre_hook(self._own_parameters) for m in self._sharded_modules()]
         self._hooks = self.activations.hooks()
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
-        self._root.remove()
+        for hook in (self._root, *self._gathered):
+            hook.remove()
         self.end_pass()
         self._hooks = self._root = None
 
     def close(self) -> None:
-        """Give the tier back."""
+        """Bring everything back and give the tier back."""
+        if self.optimizer_state is not None:
+            self.optimizer_state.close()
         self.tier.close()
 
     @contextmanager
@@ -130,6 +144,17 @@ class MemoryManager:
         """Within, tensors are saved as if there were no manager."""
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
             yield
+
+    def _sharded_modules(self) -> list[nn.Module]:
+        """Modules with parameters that FSDP2 gathers for their forward pass: only then it is known where they lie."""
+        if not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            return []
+        return [module for module in self.model.modules() if any(p is not None for p in module._parameters.values())]
+
+    def _own_parameters(self, module: nn.Module, args: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                self._owned.put(parameter, True)
 
     # -- passes
 
@@ -179,16 +204,21 @@ class MemoryManager:
             if profile.events and not self.activations.alive:
                 self.profiles[signature] = profile
                 self.forecaster.observe(signature, max(1, profile.peak - profile.static))
-                self.plans.pop(signature, None)
-                self._remember(signature, make_plan(profile, self.budget, self.link(), **self._solver()))
         else:
             peak, way = self.meter.peak(), "strayed" if self._strayed else "planned"
             if self._strayed:
-                self.plans.pop(signature, None)
-                self.profiles.pop(signature, None)
+                self._forget(signature)
                 self.replanned += 1
         seconds = self.clock.now() - self._began
+        self.counted += 1
         self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account))
+
+    def abandon_pass(self) -> Signature | None:
+        """Close a pass that failed: nothing is learnt from it. Returns the shape it was of; None where none was under way."""
+        self._watch.clear()
+        self.activations.observer = None
+        signature, self._signature, self._recorder = self._signature, None, None
+        return signature
 
     def link(self) -> Link:
         """The way to the tier, as measured."""
@@ -198,35 +228,62 @@ class MemoryManager:
     # -- plans
 
     def _current_plan(self, signature: Signature) -> Plan | None:
-        plan = self.plans.pop(signature, None)
-        if plan is None:
+        """The plan for a pass of this shape that begins with this much on the device; None: no such pass was seen yet."""
+        profile = self.profiles.get(signature)
+        if profile is None:
             return None
-        drift = self._static - self.profiles[signature].static
-        if abs(drift) > DRIFT * self.budget:
-            profile = self.profiles[signature].shifted(drift)
-            self.profiles[signature] = profile
-            plan = make_plan(profile, self.budget, self.link(), **self._solver())
-        self._remember(signature, plan)
+        drift = self._static - profile.static
+        key = signature, round(drift / (DRIFT * self.budget))
+        plan = self._plans.pop(key, None)
+        if plan is None:
+            plan = make_plan(profile.shifted(drift), self.budget_of(signature), self.link(), **self._solver())
+        self._plans[key] = plan  # as the one used last
+        while len(self._plans) > PLANS:
+            del self._plans[next(iter(self._plans))]
         return plan
 
-    def _remember(self, signature: Signature, plan: Plan) -> None:
-        self.plans[signature] = plan
-        while len(self.plans) > PLANS:
-            oldest = next(iter(self.plans))
-            del self.plans[oldest]
-            self.profiles.pop(oldest, None)
+    @property
+    def plans(self) -> dict[Signature, Plan]:
+        """For each shape the plan that was used last."""
+        return {signature: plan for (signature, _), plan in self._plans.items()}
+
+    def budget_of(self, signature: Signature) -> float:
+        """Bytes on the device that passes of this shape are planned for."""
+        return self.budgets.get(signature, self.budget)
+
+    def tighten(self, signature: Signature, by: float = TIGHTEN) -> float:
+        """A pass of this shape ran out of memory: plan them for a budget less by the fraction ``by`` from now on.
+
+        Returns:
+            That budget, in bytes.
+        """
+        self.budgets[signature] = self.budgets.pop(signature, self.budget) * (1.0 - by)
+        self._drop_plans(signature)
+        while len(self.budgets) > PLANS:
+            del self.budgets[next(iter(self.budgets))]
+        return self.budgets[signature]
+
+    def _forget(self, signature: Signature) -> None:
+        """Passes of this shape are to be recorded and planned anew."""
+        self.profiles.pop(signature, None)
+        self._drop_plans(signature)
+
+    def _drop_plans(self, signature: Signature) -> None:
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != signature}
 
     def _solver(self) -> dict[str, Any]:
         return {"solver": self.config.solver, "recompute": self.recompute}
 
     def _reactive(self, signature: Signature) -> Schedule:
         """No plan: send out what was saved first as soon as what the pass makes beside might not fit any more."""
-        headroom = self._headroom(signature)
+        headroom, budget = self._headroom(signature), self.budget_of(signature)
 
         def allowance() -> float:
-            return self.budget - (self.meter.live() - self.activations.books.resident) - headroom
+            return budget - (self.meter.live() - self.activations.books.resident) - headroom
 
-        return Schedule(allowance=allowance, victims=_first_saved)
+        began = self._began
+        chosen = victims(self.config.policy, self.activations.books, lambda: self.clock.now() - began, self.tier.bandwidth())
+        return Schedule(allowance=allowance, victims=chosen)
 
     def _headroom(self, signature: Signature) -> float:
         """Bytes to keep free for what a pass makes beside what it saves: as in the passes seen, by tokens."""
@@ -253,10 +310,6 @@ class MemoryManager:
         return lambda: torch.accelerator.synchronize(self.device)
 
 
-def _first_saved(idle: list[Entry]) -> Entry:
-    return min(idle, key=lambda entry: entry.index)
-
-
 def device_of(model: nn.Module) -> torch.device:
     """The device that a model's parameters are on.
 
@@ -267,4 +320,3 @@ def device_of(model: nn.Module) -> torch.device:
     if len(found) != 1:
         raise LanewayError(f"the memory manager needs a model on one device; its parameters are on {len(found)}")
     return found.pop()
-

@@ -18,6 +18,7 @@ from laneway.memory.residency import Choice, Schedule
 from laneway.memory.simulate import LOOK_AHEAD, Link, Outcome, allowances, simulate
 
 SPEED = 1.15  # plans hold for computation this much faster than in the profile: a plan cut to its exact speed is brittle
+GOOD_ENOUGH = 1.001  # of the time of keeping everything: no need to look further
 SOLVERS = ("greedy", "milp")
 
 
@@ -57,7 +58,7 @@ class Plan:
         """For the engine; ``static``: bytes on the device as the pass begins, where that differs from the profile's."""
         shift = 0 if static is None else static - self.profile.static
         allowed = allowances(self.profile, self.budget - shift)
-        return Schedule(self.choices, allowed or (float("inf"),), self.profile.order())
+        return Schedule(self.choices, allowed or (float("inf"),), self.profile.order(), self.profile.held())
 
     def count(self, what: Choice) -> tuple[int, int]:
         """Entries of this choice, and their bytes."""
@@ -92,7 +93,11 @@ class _Search:
         everything_kept = _Candidate((), self.profile, (Choice.KEEP,) * len(self.profile.entries), self.kept)
         if self.kept.peak <= self.budget:
             return self._plan(everything_kept, "everything fits")
-        found = min(self._candidates(solver), key=self._rank, default=everything_kept)
+        found = everything_kept
+        for candidate in self._candidates(solver):
+            found = min(found, candidate, key=self._rank)
+            if found.outcome.peak <= self.budget and found.outcome.seconds <= GOOD_ENOUGH * self.kept.seconds / SPEED:
+                break
         found = self._trimmed(found)
         if found.outcome.peak >= self.kept.peak:
             return self._plan(everything_kept, "nothing that could move or be computed again is there at the peak")
@@ -177,14 +182,19 @@ class _Search:
         return min([best, *(with_moves(m) for m in sorted(more))], key=self._rank)
 
     def _trimmed(self, found: _Candidate) -> _Candidate:
-        """Keep what need not go: entry by entry, the latest first, as long as nothing gets worse."""
-        for at in reversed(range(len(found.choices))):
-            if found.choices[at] is not Choice.KEEP:
-                choices = [*found.choices[:at], Choice.KEEP, *found.choices[at + 1 :]]
+        """Keep what need not go: the latest first, in groups that get smaller, as long as nothing gets worse."""
+        size = max(1, sum(choice is not Choice.KEEP for choice in found.choices) // 2)
+        while True:
+            going = [at for at, choice in enumerate(found.choices) if choice is not Choice.KEEP]
+            for last in range(len(going), 0, -size):
+                group = set(going[max(0, last - size) : last])
+                choices = [Choice.KEEP if at in group else choice for at, choice in enumerate(found.choices)]
                 other = self._try(found.blocks, found.profile, choices)
                 if self._rank(other) <= self._rank(found):
                     found = other
-        return found
+            if size == 1:
+                return found
+            size = max(1, size // 4)
 
 
 @dataclass(frozen=True)

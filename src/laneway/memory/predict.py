@@ -112,14 +112,16 @@ class Forecaster:
         if not self.history.peaks:
             return None
         known = [prediction for signature in upcoming[: self.horizon] if (prediction := self.model.predict(signature))]
-        rest = range(len(known) + 1, self.horizon + 1)
-        peaks = (*known, *(self.history.next_step(ahead) for ahead in rest))
+        rest = self.history.next_steps(len(known) + 1, self.horizon)
+        peaks = (*known, *rest)
         highest = max(known, key=lambda prediction: prediction.high, default=None)
         if rest:
             past = self.history.highest()
             highest = past if highest is None or past.high > highest.high else highest
         assert highest is not None
         self._coming = deque(peaks)
+        if self._watched and self._watched[-1][1] == self.horizon:  # asked again before the step
+            self._watched.pop()
         self._watched.append((highest, self.horizon, 0))
         return Forecast(peaks, highest)
 

@@ -18,6 +18,7 @@ class EntryProfile:
         name: the module it was saved in, for reports.
         seconds: what computing it again takes; None: it can't be.
         needs: entries that computing it again reads.
+        held: the event until which others than autograd hold the storage; before it, nothing is gained by moving the entry.
         block: number of the block (in ``PassProfile.blocks``) whose checkpointing does away with it.
     """
 
@@ -25,6 +26,7 @@ class EntryProfile:
     name: str = ""
     seconds: float | None = None
     needs: tuple[int, ...] = ()
+    held: int = 0
     block: int | None = None
 
 
@@ -109,6 +111,10 @@ class PassProfile:
         """Entries by first use."""
         return [event.entry for event in self.events if event.kind == "use"]
 
+    def held(self) -> list[int]:
+        """For each entry the event until which others hold its storage."""
+        return [entry.held for entry in self.entries]
+
     def beta(self, write_bandwidth: float) -> float:
         """Saved bytes produced per second of the forward pass over what the tier can take: above 1 moving all must stall."""
         return self.saved / max(self.forward_seconds, 1e-12) / write_bandwidth
@@ -140,9 +146,9 @@ class PassProfile:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PassProfile:
         """Undo of ``to_dict``."""
-        entries = [EntryProfile(**{**entry, "needs": tuple(entry["needs"])}) for entry in data["entries"]]
+        entries = [replace(EntryProfile(**entry), needs=tuple(entry["needs"])) for entry in data["entries"]]
         events = [Event(**event) for event in data["events"]]
-        blocks = [BlockProfile(**{**block, "inputs": tuple(block["inputs"])}) for block in data["blocks"]]
+        blocks = [replace(BlockProfile(**block), inputs=tuple(block["inputs"])) for block in data["blocks"]]
         return cls(entries, events, blocks, data["static"], data["tail"])
 
     def _change(self, event: Event) -> int:
@@ -165,10 +171,12 @@ def checkpointed(profile: PassProfile, blocks: Collection[int]) -> PassProfile:
         needs = tuple(number[needed] for needed in entry.needs) if computable else ()
         entries.append(replace(entry, seconds=entry.seconds if computable else None, needs=needs))
     events: list[Event] = []
+    begins: list[int] = []  # for each old event, the new one that it is part of
     rebuilt, seconds, other = 0, 0.0, 0
     used: set[int] = set()
     again: set[int] = set()
     for event in profile.events:
+        begins.append(len(events))
         seconds, other = seconds + event.seconds, max(other, event.other + rebuilt)
         entry = profile.entries[event.entry]
         if event.entry in gone:
@@ -190,6 +198,8 @@ def checkpointed(profile: PassProfile, blocks: Collection[int]) -> PassProfile:
                 used.add(event.entry)
             events.append(Event(event.kind, number[event.entry], seconds, other))
             seconds, other = 0.0, 0
+    for held_entry in entries:
+        held_entry.held = begins[held_entry.held] if held_entry.held < len(begins) else len(events)
     return PassProfile(entries, events, profile.blocks, profile.static, profile.tail + seconds)
 
 

@@ -6,10 +6,15 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import cast
 
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from laneway.memory.clock import Clock
 from laneway.memory.meter import Meter
 from laneway.memory.profile import BlockProfile, EntryProfile, Event, Kind, PassProfile
-from laneway.memory.residency import Entry, Residency
+from laneway.memory.residency import Entry, Residency, State
+
+OURS = 2  # references to a resident entry's storage that are the manager's own
 
 
 class Recorder:
@@ -30,6 +35,8 @@ class Recorder:
         self.block: int | None = None
         self._inputs: dict[int, set[int]] = {}  # storages that are a block's arguments
         self._other = 0
+        self._lingering = 0
+        self._shared: dict[int, tuple[Entry, StorageWeakRef]] = {}  # entries whose storage others hold, as far as is known
         self._aside = 0.0
         meter.reset_peak()
         self._since = self._now()
@@ -45,6 +52,7 @@ class Recorder:
         self._since, self._other = now, 0
         if kind == "save":
             self._new(entry)
+        self._lingering = self._look_at_holders()
 
     def finish(self) -> PassProfile:
         """The profile, when the pass has ended."""
@@ -72,10 +80,14 @@ class Recorder:
         self.block = number
         return self._now()
 
-    def leave_block(self, number: int, began: float) -> None:
-        """A block ends."""
+    def leave_block(self, number: int, began: float, usable: bool) -> None:
+        """A block ends; ``usable``: it may be checkpointed."""
         self.profile.blocks[number].seconds = self._now() - began
         self.block = None
+        if not usable:
+            for entry in self.profile.entries:
+                if entry.block == number:
+                    entry.block = None
 
     def _new(self, entry: Entry) -> None:
         recipe = entry.body.recipe
@@ -89,6 +101,7 @@ class Recorder:
                 block = self.profile.blocks[number]
                 block.inputs = tuple(sorted({*block.inputs, entry.index}))
         self.profile.entries.append(facts)
+        self._shared[entry.index] = (entry, StorageWeakRef(entry.body.storage))
 
     def _saved_again(self, entry: Entry) -> None:
         """From another block: then checkpointing the first does not do away with it."""
@@ -99,8 +112,25 @@ class Recorder:
         self.settle()
         peak = self.meter.peak()
         self.peak = max(self.peak, peak)
-        self._other = max(self._other, peak - self.books.resident)
+        lingering = min(self._lingering, self._look_at_holders())
+        self._other = max(self._other, peak - self.books.resident - lingering)
         self.meter.reset_peak()
+
+    def _look_at_holders(self) -> int:
+        """Note whose storage autograd alone holds from this event on; returns the bytes that have left and are held still."""
+        lingering, at = 0, len(self.profile.events)
+        for index, (entry, storage) in list(self._shared.items()):
+            if entry.state in (State.AWAY, State.DROPPED) and entry.body.storage is None:
+                held = not storage.expired()
+                lingering += entry.nbytes if held else 0
+            elif entry.state is State.RESIDENT and entry.body.storage is not None:
+                held = torch._C._storage_Use_Count(entry.body.key) > OURS
+            else:  # on its way: the tier holds it too
+                held = entry.state is not State.FREED
+            self.profile.entries[index].held = at
+            if not held:
+                del self._shared[index]
+        return lingering
 
     def _now(self) -> float:
         account = self.books.account

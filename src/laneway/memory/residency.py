@@ -11,138 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Protocol
 
 from laneway.memory.clock import Clock
-from laneway.memory.tier import Slot, Tier, TierFullError, Transfer
+from laneway.memory.entries import Account, Choice, Entry, Hands, Schedule, State
+from laneway.memory.tier import Slot, Tier, TierFullError
 
-
-class Choice(Enum):
-    """What is to be done with an entry."""
-
-    KEEP = "keep"
-    MOVE = "move"
-    RECOMPUTE = "recompute"
-
-
-class State(Enum):
-    """Where an entry's bytes are."""
-
-    RESIDENT = "resident"
-    LEAVING = "leaving"  # still resident, its copy to the tier is queued or under way
-    AWAY = "away"
-    COMING = "coming"  # room is taken, its copy back is queued or under way
-    DROPPED = "dropped"  # to be computed again
-    FREED = "freed"
-
-
-class Entry:
-    """One version of one storage that a backward pass will read.
-
-    Attributes:
-        index: its number among the entries of the pass, in order of saving.
-        nbytes: size of the storage.
-        users: how many saved tensors refer to it.
-        needs, needed_by: entries that its recomputation reads; how many dropped entries read this one.
-        seconds: what its recomputation takes, as far as known.
-        body: what the engine needs to find the bytes; None in a simulation.
-    """
-
-    __slots__ = (
-        "body", "choice", "failure", "index", "nbytes", "needed_by", "needs", "seconds", "slot", "state", "transfer", "used",
-        "users",
-    )  # fmt: skip
-
-    def __init__(self, index: int, nbytes: int, body: Any = None) -> None:
-        self.index, self.nbytes, self.body = index, nbytes, body
-        self.users, self.needed_by, self.needs = 1, 0, ()
-        self.state, self.choice, self.seconds = State.RESIDENT, Choice.KEEP, 0.0
-        self.slot: Slot | None = None
-        self.transfer: Transfer | None = None
-        self.used = False
-        self.failure: BaseException | None = None
-
-    needs: tuple[Entry, ...]
-
-
-class Hands(Protocol):
-    """Who touches the bytes that the books are about."""
-
-    def source(self, entry: Entry) -> Any:
-        """The storage to write out (None in a simulation)."""
-
-    def target(self, entry: Entry) -> Any:
-        """A new storage to read into, from now on the entry's (None in a simulation)."""
-
-    def let_go(self, entry: Entry) -> None:
-        """Drop the references to the entry's storage."""
-
-    def recompute(self, entry: Entry) -> None:
-        """Compute the entry's bytes again."""
-
-
-@dataclass
-class Schedule:
-    """What a pass is to do.
-
-    Attributes:
-        choices: for each entry by index; entries beyond are kept.
-        allowance: managed bytes that may be resident, by event; the last one holds for events beyond.
-        order: entries by first use, as learned; empty: the reverse of saving.
-        prefetch: bring entries back before they are asked for, as far as the allowance goes.
-        pending: most bytes that may be leaving at a time; more wait.
-        victims: where ``choices`` leave more than the allowance: whom to send out, given the resident entries not used yet
-            (a policy); None: nobody.
-    """
-
-    choices: Sequence[Choice] = ()
-    allowance: Sequence[float] | Callable[[], float] = (float("inf"),)
-    order: Sequence[int] = ()
-    prefetch: bool = True
-    pending: float = float("inf")
-    victims: Callable[[list[Entry]], Entry] | None = None
-
-    def choice(self, index: int) -> Choice:
-        """What to do with the entry of this index."""
-        return self.choices[index] if index < len(self.choices) else Choice.KEEP
-
-    def allowed(self, event: int) -> float:
-        """Managed bytes that may be resident at this event."""
-        if callable(self.allowance):
-            return self.allowance()
-        return self.allowance[min(event, len(self.allowance) - 1)]
-
-
-@dataclass
-class Account:
-    """What a pass came to. Times in seconds, sizes in bytes."""
-
-    write_stall: float = 0.0
-    read_stall: float = 0.0
-    recompute: float = 0.0
-    bytes_out: int = 0
-    bytes_in: int = 0
-    writes: int = 0
-    reads: int = 0
-    hits: int = 0
-    misses: int = 0
-    recomputed: int = 0
-    recomputed_bytes: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    over_allowance: int = 0
-    peak: int = 0
-    saved: int = 0
-    order: list[int] = field(default_factory=list)
-
-    @property
-    def stall(self) -> float:
-        """Seconds the computation waited for transfers."""
-        return self.write_stall + self.read_stall
+__all__ = ["Account", "Choice", "Entry", "Hands", "Residency", "Schedule", "State"]
 
 
 class Residency:
@@ -171,6 +47,7 @@ class Residency:
             self.event = 0
             self.account = Account(peak=self.resident)
             self._leaving: deque[Entry] = deque()
+            self._lingering: list[Entry] = []
             self._cursor: int | None = None
             self._sequence: Sequence[int] = ()
 
@@ -179,8 +56,9 @@ class Residency:
     def save(self, entry: Entry) -> None:
         """A new entry; it is resident."""
         with self._opened():
-            self.event += 1
+            self._next_event()
             self.entries.append(entry)
+            entry.touched = self.event
             self.account.saved += entry.nbytes
             self._arrive(entry.nbytes)
             entry.choice = self.schedule.choice(entry.index)
@@ -194,7 +72,7 @@ class Residency:
         """The entry's value is needed now: it is resident when this returns."""
         with self._opened():
             if not entry.used:
-                self.event += 1
+                self._next_event()
                 entry.used = True
                 self.account.order.append(entry.index)
             self._begin_return()
@@ -241,8 +119,7 @@ class Residency:
         for needed in entry.needs:
             needed.needed_by += 1
         entry.state = State.DROPPED
-        self.resident -= entry.nbytes
-        self.hands.let_go(entry)
+        self._depart(entry)
 
     def _send(self, entry: Entry) -> bool:
         """Queue its copy to the tier; False where the tier is full: then it stays."""
@@ -271,8 +148,27 @@ class Residency:
                 entry.state, entry.slot = State.RESIDENT, None
             return
         entry.state = State.AWAY
-        self.resident -= entry.nbytes
+        self._depart(entry)
+
+    def _depart(self, entry: Entry) -> None:
         self.hands.let_go(entry)
+        held = self.schedule.held
+        if entry.index < len(held) and held[entry.index] > self.event and self.entries[entry.index] is entry:
+            entry.lingers = True
+            self._lingering.append(entry)
+        else:
+            self.resident -= entry.nbytes
+
+    def _next_event(self) -> None:
+        self.event += 1
+        if self._lingering:
+            for entry in [e for e in self._lingering if self.schedule.held[e.index] <= self.event]:
+                self._gone(entry)
+
+    def _gone(self, entry: Entry) -> None:
+        entry.lingers = False
+        self._lingering.remove(entry)
+        self.resident -= entry.nbytes
 
     def _press(self) -> None:
         """Hold the allowance: send victims out if the schedule names some, and wait for what is leaving."""
@@ -280,11 +176,9 @@ class Residency:
         allowed = self.schedule.allowed(self.event)
         victims = self.schedule.victims
         if victims is not None and self.resident - self.leaving_bytes > allowed:
-            idle = self._idle()
-            while idle and self.resident - self.leaving_bytes > allowed:
-                victim = victims(idle)
-                idle.remove(victim)
-                if not self._send(victim):
+            wanted = self.resident - self.leaving_bytes - allowed
+            for victim in victims(self._idle(), wanted):
+                if self.resident - self.leaving_bytes <= allowed or not self._send(victim):
                     break
         while self._leaving and (self.resident > allowed or self.leaving_bytes > self.schedule.pending):
             self.account.write_stall += self._wait_oldest()
@@ -397,7 +291,7 @@ class Residency:
     def _free(self, entry: Entry) -> None:
         entry.users -= 1
         if entry.users == 0:
-            self.event += 1
+            self._next_event()
         self._free_if_unneeded(entry)
         if entry.state is State.FREED and self._cursor is not None:
             self._prefetch()
@@ -412,6 +306,8 @@ class Residency:
         if entry.users or entry.needed_by or entry.state is State.FREED:
             return
         before, entry.state = entry.state, State.FREED
+        if entry.lingers:
+            self._gone(entry)
         if before in (State.RESIDENT, State.COMING, State.LEAVING):
             self.resident -= entry.nbytes
         if before is State.LEAVING and entry.transfer is not None and entry.slot is not None and entry.transfer.cancel():

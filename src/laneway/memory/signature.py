@@ -49,10 +49,7 @@ class Signature:
         return cls(leaves, sequences, length, counted)
 
     def bucketed(self, multiple: int) -> Signature:
-        """The same with T, wherever it stands in a shape, rounded up to a multiple of ``multiple``; tokens grow in proportion.
-
-        What a bucket holds needs at most what its own signature needs.
-        """
+        """The same with T, wherever it stands in a shape, rounded up to a multiple of ``multiple``; tokens grow in proportion."""
         longer = -(-self.length // positive_int("multiple", multiple)) * multiple
         if longer == self.length:
             return self
@@ -78,7 +75,8 @@ class Signature:
 
 def _leaves(node: Any, at: str) -> Iterator[Leaf]:
     if hasattr(node, "shape") and hasattr(node, "dtype"):
-        yield at, tuple(int(size) for size in node.shape), str(node.dtype).rpartition(".")[2]
+        shape = node.values().shape if getattr(node, "is_nested", False) else node.shape  # ragged: what lies packed in memory
+        yield at, tuple(int(size) for size in shape), str(node.dtype).rpartition(".")[2]
     elif isinstance(node, Mapping):
         for key in sorted(node, key=str):
             yield from _leaves(node[key], f"{at}.{key}")

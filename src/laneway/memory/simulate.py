@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from laneway.memory.clock import VirtualClock
 from laneway.memory.profile import PassProfile, ahead
@@ -30,12 +30,21 @@ class Link:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a plan comes to: seconds of the pass, most bytes on the device, and the books."""
+    """What a plan comes to.
+
+    Attributes:
+        seconds: of the pass.
+        peak: most bytes on the device.
+        account: the books.
+        busy_seconds: time that the link was in use.
+        trace: (seconds, bytes on the device) before each event.
+    """
 
     seconds: float
     peak: int
     account: Account
     busy_seconds: float
+    trace: tuple[tuple[float, int], ...] = field(default=(), repr=False)
 
 
 def allowances(profile: PassProfile, budget: float) -> list[float]:
@@ -57,7 +66,8 @@ def simulate(
     """
     clock = VirtualClock()
     tier = link.tier(clock)
-    return _Pass(profile, clock, 1.0 / speed).run(tier, Schedule(choices, allowances(profile, budget), profile.order(), prefetch))
+    schedule = Schedule(choices, allowances(profile, budget), profile.order(), profile.held(), prefetch)
+    return _Pass(profile, clock, 1.0 / speed).run(tier, schedule)
 
 
 class _Pass:
@@ -68,10 +78,11 @@ class _Pass:
         self.entries: dict[int, Entry] = {}
 
     def run(self, tier: SimulatedTier, schedule: Schedule) -> Outcome:
-        books, peak = Residency(tier, self.clock, self), 0
+        books = Residency(tier, self.clock, self)
         books.begin(schedule)
+        trace: list[tuple[float, int]] = []
         for event in self.profile.events:
-            peak = max(peak, event.other + books.resident)
+            trace.append((self.clock.now(), event.other + books.resident))
             self.clock.advance(event.seconds * self.scale)
             if event.kind == "save":
                 books.save(self._entry(event.entry, schedule))
@@ -80,7 +91,8 @@ class _Pass:
             else:
                 books.free(self.entries[event.entry])
         self.clock.advance(self.profile.tail * self.scale)
-        return Outcome(self.clock.now(), peak, books.account, tier.busy_seconds)
+        peak = max((nbytes for _, nbytes in trace), default=self.profile.static)
+        return Outcome(self.clock.now(), peak, books.account, tier.busy_seconds, tuple(trace))
 
     def _entry(self, index: int, schedule: Schedule) -> Entry:
         facts = self.profile.entries[index]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from laneway.core import InputError, LanewayError, positive_int
-from laneway.memory.clock import VirtualClock
+from laneway.memory.clock import MovedClock
 from laneway.memory.throttle import Throttle
 from laneway.memory.tier import Ended, Slot, Tier, TierFullError, Transfer
 
@@ -68,7 +70,7 @@ class SimulatedTransfer(Transfer):
 class _Lane:
     """One direction of a link (or both, half duplex): one transfer after the other."""
 
-    def __init__(self, clock: VirtualClock, throttle: Throttle | None) -> None:
+    def __init__(self, clock: MovedClock, throttle: Throttle | None) -> None:
         self.clock, self.throttle = clock, throttle
         self.queue: deque[SimulatedTransfer] = deque()
         self.free_at = 0.0
@@ -149,23 +151,26 @@ class SimulatedTier(Tier):
         latency: seconds each transfer takes on top.
         duplex: writes and reads don't wait for each other.
         throttle: caps what isn't urgent.
+        copying: entered while data is copied, which takes real time that the clock may have to leave out.
     """
 
     def __init__(
         self,
-        clock: VirtualClock,
+        clock: MovedClock,
         capacity: int,
         write_bandwidth: float,
         read_bandwidth: float,
         latency: float = 0.0,
         duplex: bool = True,
         throttle: Throttle | None = None,
+        copying: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         for name, given in (("write_bandwidth", write_bandwidth), ("read_bandwidth", read_bandwidth)):
             if not given > 0:
                 raise InputError(name, given, "bytes per second > 0")
         super().__init__("simulated", capacity)
         self.clock, self.write_bandwidth, self.read_bandwidth, self.latency = clock, write_bandwidth, read_bandwidth, latency
+        self.copying = copying
         out = _Lane(clock, throttle)
         self._out, self._in = out, _Lane(clock, throttle) if duplex else out
         self._data: dict[int, bytearray] = {}
@@ -203,8 +208,9 @@ class SimulatedTier(Tier):
         """Take the data now; the time follows."""
         transfer = self._transfer(self._out, slot, self.write_bandwidth, ended, writes=True)
         if source is not None:
-            data = bytearray(slot.nbytes)
-            ctypes.memmove((ctypes.c_char * slot.nbytes).from_buffer(data), source.data_ptr(), slot.nbytes)
+            with self.copying():
+                data = bytearray(slot.nbytes)
+                ctypes.memmove((ctypes.c_char * slot.nbytes).from_buffer(data), source.data_ptr(), slot.nbytes)
             self._data[slot.offset] = data
         self.traffic.bytes_written += slot.nbytes
         self.traffic.writes += 1
@@ -215,8 +221,9 @@ class SimulatedTier(Tier):
         """Give the data now; the time follows."""
         transfer = self._transfer(self._in, slot, self.read_bandwidth, ended, writes=False)
         if target is not None:
-            data = self._data[slot.offset]
-            ctypes.memmove(target.data_ptr(), (ctypes.c_char * slot.nbytes).from_buffer(data), slot.nbytes)
+            with self.copying():
+                data = self._data[slot.offset]
+                ctypes.memmove(target.data_ptr(), (ctypes.c_char * slot.nbytes).from_buffer(data), slot.nbytes)
         self.traffic.bytes_read += slot.nbytes
         self.traffic.reads += 1
         self._in.submit(transfer)

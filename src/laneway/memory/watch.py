@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from laneway.memory.activations import Activations
@@ -44,6 +45,8 @@ class Watch:
             self._handles.append(leaf.register_forward_pre_hook(hook.begin))
             self._handles.append(leaf.register_forward_hook(hook.end, with_kwargs=True))
         for number, (name, block) in enumerate(self.blocks):
+            if _compiled(block):
+                continue
             around = _Block(number, name, recorder)
             self._handles.append(block.register_forward_pre_hook(around.begin, with_kwargs=True))
             self._handles.append(block.register_forward_hook(around.end))
@@ -65,7 +68,14 @@ class Watch:
         self._handles, self._undo = [], []
 
     def _leaves(self) -> list[tuple[str, nn.Module]]:
-        return [(name, module) for name, module in self.model.named_modules() if not any(True for _ in module.children())]
+        """Modules without children, outside of what is compiled."""
+        modules = dict(self.model.named_modules())
+        compiled = tuple(f"{name}." if name else "" for name, module in modules.items() if _compiled(module))
+        return [
+            (name, module)
+            for name, module in modules.items()
+            if not any(True for _ in module.children()) and not _compiled(module) and not name.startswith(compiled)
+        ]
 
     def _checkpoint(self, block: nn.Module) -> None:
         forward = block.forward
@@ -108,7 +118,8 @@ class _Leaf:
         if output.untyped_storage().nbytes() < self.activations.min_bytes or output.device != self.activations.device:
             return
         keys = {key_of(given) for given in args if isinstance(given, Tensor) and plain(given)}
-        if key_of(output) in keys or (self.recorder is not None and self._before != _state(module, self.activations.device)):
+        changed = self.recorder is not None and self._before != _state(module, self.activations.device)
+        if changed or key_of(output) in keys or _keeps_statistics(module):
             return
         recipe = self.activations.recipe(self.name, module, args, output)
         if recipe is not None and self.recorder is not None:
@@ -139,18 +150,39 @@ def _state(module: nn.Module, device: torch.device) -> list[Any]:
     return found
 
 
+def _keeps_statistics(module: nn.Module) -> bool:
+    """Batch normalisation writes its statistics without raising the tensors' version."""
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats
+
+
+def _compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 class _Block:
-    """Around a block: its time, and what it was given."""
+    """Around a block: its time and what it was given; whether it may be checkpointed at all.
+
+    It must be a function of tensors and plain values, and leave its buffers alone: running statistics would be updated twice.
+    """
 
     def __init__(self, number: int, name: str, recorder: Recorder) -> None:
         self.number, self.name, self.recorder = number, name, recorder
-        self.began = 0.0
+        self.began: float | None = None
+        self.buffers: list[int | None] = []
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            tensors = [given for given in (*args, *kwargs.values()) if isinstance(given, Tensor) and plain(given)]
-            self.began = self.recorder.enter_block(self.number, self.name, {key_of(given) for given in tensors})
+        given = (*args, *kwargs.values())
+        if not torch.is_grad_enabled() or not all(isinstance(value, Tensor | int | float | str | None) for value in given):
+            return
+        self.buffers = [version_of(buffer) for buffer in module.buffers()]
+        tensors = {key_of(value) for value in given if isinstance(value, Tensor) and plain(value)}
+        self.began = self.recorder.enter_block(self.number, self.name, tensors)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self.recorder.leave_block(self.number, self.began)
+        if self.began is None:
+            return
+        began, self.began = self.began, None
+        pure = isinstance(output, Tensor) or (isinstance(output, tuple) and all(isinstance(o, Tensor) for o in output))
+        pure = pure and not any(map(_keeps_statistics, module.modules()))
+        pure = pure and self.buffers == [version_of(buffer) for buffer in module.buffers()]
+        self.recorder.leave_block(self.number, began, usable=pure)

@@ -7,11 +7,12 @@ Every field may come from a recipe, a TOML file or a flag (in that order, the la
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from laneway.core import InputError, choice, collect, positive_int
 from laneway.data.text import TextDataConfig
 from laneway.data.text import check as check_text
+from laneway.memory.config import MemoryConfig
 from laneway.models.gpt import GPTConfig
 
 PRECISIONS = ("fp32", "bf16")
@@ -32,6 +33,7 @@ CADENCE = frozenset(
         "data.cache",
         "data.verify",
         "data.rebuild",
+        *(f"memory.{field.name}" for field in fields(MemoryConfig)),  # where bytes are: the numbers stay, bit for bit
     }
 )
 # … and how the same arithmetic is laid out: the curve stays the same to rounding, no longer bit for bit.
@@ -84,6 +86,8 @@ class TrainConfig:
     """The text."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its schedule."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """What may leave the device."""
     steps: int = 1000
     """Optimizer steps; 0 builds everything, validates once, saves and exports."""
     batch_size: int = 32
@@ -125,7 +129,7 @@ class TrainConfig:
 
     def problems(self, world_size: int = 1) -> list[InputError]:
         """Everything that is wrong with the configuration, one error a field, for a run on ``world_size`` ranks."""
-        found = [*self.model.problems("model"), *self.optimizer.problems("optimizer")]
+        found = [*self.model.problems("model"), *self.optimizer.problems("optimizer"), *self.memory.problems("memory")]
         counts = {"steps": 0, "batch_size": 1, "log_every": 1, "keep_checkpoints": 1, "max_nonfinite": 1}
         counts |= dict.fromkeys(("seed", "probe_every", "validate_every", "checkpoint_every", "sample_tokens"), 0)
         counts |= {"validation_batches": 1}

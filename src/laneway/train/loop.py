@@ -140,7 +140,8 @@ class _Training:
         self._begin(resume)
         if layout:
             self._notice(f"{', '.join(layout)} changed: the run goes on equal to rounding, not bit for bit")
-        with self.display.running(self.done):
+        described = self.folder.memory if self.ranks.first else None
+        with self.display.running(self.done), self.bench.memory.on(described):
             while self.done < self.config.steps:
                 if self._step(self.done + 1):
                     return self._stopped()
@@ -222,6 +223,7 @@ class _Training:
             row |= self._validation_row(self._validate())
         if probing or validating or _due(step, config.log_every):
             row |= self.clock.take(config.batch_size * config.model.context) | {"peak_bytes": peak_bytes(self.ranks.device)}
+            row |= self.bench.memory.row()
             self.writer.write(step, row)
         self.display.step(step, row)
         if validating and step < config.steps:

@@ -15,6 +15,7 @@ from laneway.data.text import Corpus, prepare
 from laneway.models.gpt import GPT
 from laneway.train.config import OptimizerConfig, TrainConfig
 from laneway.train.evaluate import Evaluator
+from laneway.train.memory import RunMemory, run_memory
 from laneway.train.parallel import Parallel, parallelise
 from laneway.train.ranks import Ranks
 from laneway.train.step import Stepper
@@ -31,6 +32,7 @@ class Workbench:
     stepper: Stepper
     evaluator: Evaluator
     parameters: int
+    memory: RunMemory
 
 
 def build(config: TrainConfig, ranks: Ranks) -> Workbench:
@@ -46,11 +48,12 @@ def build(config: TrainConfig, ranks: Ranks) -> Workbench:
     parameters = sum(p.numel() for p in model.parameters())
     parallel = parallelise(model, config, ranks)
     optimizer = make_optimizer(parallel, config.optimizer)
-    stepper = Stepper(parallel, optimizer, ranks, config.micro_batch(ranks.world_size), config.optimizer.clip_norm)
+    memory = run_memory(config, parallel, optimizer)
+    stepper = Stepper(parallel, optimizer, ranks, config.micro_batch(ranks.world_size), config.optimizer.clip_norm, memory)
     seed_all(config.seed + ranks.rank)
     evaluator = Evaluator(config, parallel, corpus, ranks)
     evaluator.batches()  # too little text must show now, not at the first validation
-    return Workbench(corpus, loader, parallel, optimizer, stepper, evaluator, parameters)
+    return Workbench(corpus, loader, parallel, optimizer, stepper, evaluator, parameters, memory)
 
 
 def make_optimizer(parallel: Parallel, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -1,0 +1,122 @@
+"""``manage_memory``: a memory manager with the tier, the meter and the caps that fit the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from laneway.core import InputError, LanewayError
+from laneway.memory.config import MemoryConfig, resolve
+from laneway.memory.counting import CountingAllocator
+from laneway.memory.disk import DiskTier
+from laneway.memory.host import HostTier
+from laneway.memory.manager import MemoryManager, device_of
+from laneway.memory.meter import Meter, device_meter, host_capacity
+from laneway.memory.optimizer_state import StreamedOptimizerState
+from laneway.memory.throttle import Throttle
+from laneway.memory.tier import Tier
+
+LEAST_FILE, FILE_OVER_BUDGET = (
+    1 << 30,
+    4,
+)  # the disk tier's file: 4 × the budget, not less than 1 GiB, at most half of what is free
+
+
+def manage_memory(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    budget: str | int | None = None,
+    policy: str | None = None,
+    recompute: bool = True,
+    busy: Callable[[], bool] = lambda: False,
+    config: MemoryConfig | None = None,
+    **fields: Any,
+) -> MemoryManager:
+    """Keep training within a budget of device memory; the gradients stay the same bit for bit.
+
+    Use it as a context manager around the training loop::
+
+        with manage_memory(model, optimizer, budget="6GiB"):
+            for batch in batches:
+                loss(model(batch)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Saved tensors move to the host or the disk and back, or are computed again, as a plan says that is made after the first pass
+    of each shape. On a machine without accelerator the device is the RAM and the tier is the disk.
+
+    Args:
+        model: on one device; its forward pass begins a pass.
+        optimizer: with ``optimizer_state="streamed"`` its state lives in the tier between steps.
+        budget: bytes on the device, such as ``6GiB``; ``auto``: 82 % of its capacity (also where no source names one).
+        policy: whom to send out where there is no plan yet: ``cost_aware``, ``lru`` or ``fifo``.
+        recompute: whether plans may compute again.
+        busy: says whether a collective is in flight: then transfers leave it a share of the link.
+        config: all fields at once; otherwise from the environment and ``fields``.
+        fields: other fields of ``MemoryConfig``.
+
+    Raises:
+        InputError: a field or a variable of the environment is wrong, or the tier's folder has no room.
+        LanewayError: the model is on several devices.
+    """
+    given = {name: value for name, value in {"budget": budget, "policy": policy, **fields}.items() if value is not None}
+    if config is None:
+        config = resolve(arguments=given)
+    elif given:
+        raise InputError("config", given, "either config or single fields, not both")
+    if not config.on:
+        config = resolve(arguments={**given, "budget": "auto"})
+    device = device_of(model)
+    throttle = make_throttle(config, busy)
+    meter = exact_meter(device)
+    tier = make_tier(config, device, throttle, config.budget_bytes(meter.capacity()) or 0)
+    manager = MemoryManager(model, config, tier, meter, device, recompute=recompute)
+    if config.optimizer_state == "streamed":
+        if optimizer is None:
+            raise InputError("optimizer", None, "the optimizer whose state is to be streamed")
+        manager.optimizer_state = StreamedOptimizerState(optimizer, tier)
+    return manager
+
+
+def make_throttle(config: MemoryConfig, busy: Callable[[], bool] = lambda: False) -> Throttle | None:
+    """The caps of the configuration; None where there are none."""
+    if not (config.max_bytes_per_second or config.max_swap_ops_per_second or config.collective_reservation):
+        return None
+    return Throttle(config.max_bytes_per_second, config.max_swap_ops_per_second, config.collective_reservation, busy)
+
+
+def make_tier(config: MemoryConfig, device: torch.device, throttle: Throttle | None = None, budget: int = 0) -> Tier:
+    """Host memory beside an accelerator, a file beside the RAM, or what the configuration names; for ``budget`` bytes of device.
+
+    Raises:
+        LanewayError: the folder has no room for the disk tier's file.
+    """
+    kind = config.tier
+    if kind == "auto":
+        kind = "disk" if device.type == "cpu" else "host"
+    if kind == "host":
+        return HostTier(config.host_buffer_bytes(host_capacity()), device, throttle=throttle)
+    folder = Path(config.folder or tempfile.gettempdir())
+    folder.mkdir(parents=True, exist_ok=True)
+    free = os.statvfs(folder)
+    room = free.f_bavail * free.f_frsize
+    capacity = min(room // 2, max(LEAST_FILE, FILE_OVER_BUDGET * budget)) // 4096 * 4096
+    if capacity < 1 << 20:
+        raise LanewayError(f"memory.folder: {folder} has {room} bytes free, too few for the disk tier; name another folder")
+    return DiskTier(folder, capacity, throttle=throttle)
+
+
+def exact_meter(device: torch.device) -> Meter:
+    """The device's meter; on the CPU with the counting allocator, where it can be compiled."""
+    if device.type == "cpu" and CountingAllocator.installed() is None:
+        with contextlib.suppress(LanewayError):  # no compiler: the process's resident set has to do
+            CountingAllocator.install(caching=True)
+    return device_meter(device)

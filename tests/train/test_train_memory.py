@@ -1,0 +1,98 @@
+"""A run with a memory budget: the same curve bit for bit, figures in its rows, what was done beside it; flags and variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from laneway.checkpoint import CheckpointStore
+from laneway.cli.train import read_request
+from laneway.core import InputError
+from laneway.data.text import TextDataConfig
+from laneway.memory.config import MemoryConfig
+from laneway.memory.manage import exact_meter
+from laneway.models.gpt import GPTConfig
+from laneway.rundir import RunDirectory
+from laneway.train.config import OptimizerConfig, TrainConfig
+from laneway.train.loop import train
+
+
+@pytest.fixture
+def config(text_file: Path) -> TrainConfig:
+    return TrainConfig(
+        model=GPTConfig(context=64, layers=3, heads=2, dim=48, streams=4),
+        data=TextDataConfig(path=str(text_file), cache=str(text_file.parent / "cache"), validation_fraction=0.2),
+        optimizer=OptimizerConfig(lr=1e-2, warmup=0.1),
+        steps=6,
+        batch_size=8,
+        micro_batch_size=4,
+        device="cpu",
+        validate_every=3,
+        validation_batches=1,
+        checkpoint_every=3,
+        probe_every=3,
+        sample_tokens=0,
+    )
+
+
+def managed(config: TrainConfig, tmp_path: Path, extra: int, **fields) -> TrainConfig:
+    budget = exact_meter(torch.device("cpu")).live() + extra
+    return dataclasses.replace(config, memory=MemoryConfig(str(budget), folder=str(tmp_path), min_bytes=8192, **fields))
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in RunDirectory(run).read_metrics()]
+
+
+@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}, {"recompute_streams": True}, {"precision": "bf16"}])
+def test_the_curve_is_bit_for_bit_the_same(config, tmp_path, changes):
+    config = dataclasses.replace(config, **changes)
+    train(config, out=tmp_path / "plain", console=None)
+    train(managed(config, tmp_path, 3 << 20), out=tmp_path / "managed", console=None)
+    assert losses(tmp_path / "managed") == losses(tmp_path / "plain")
+    rows = RunDirectory(tmp_path / "managed").read_metrics()
+    assert sum(row["memory_bytes_out"] for row in rows) > 0
+    assert all(row["memory_peak_bytes"] > 0 for row in rows)
+    assert not any("memory_bytes_out" in row for row in RunDirectory(tmp_path / "plain").read_metrics())
+    told = json.loads(RunDirectory(tmp_path / "managed").memory.read_text())
+    assert told["plans"]
+    assert len(told["passes"]) == 12
+    assert not RunDirectory(tmp_path / "plain").memory.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["managed", "plain"]  # the tier's file is gone
+
+
+def test_a_run_may_go_on_with_another_budget_and_stay_the_same(config, tmp_path):
+    train(config, out=tmp_path / "plain", console=None)
+    run = tmp_path / "managed"
+    train(config, out=run, console=None)
+    store = CheckpointStore(RunDirectory(run))
+    for path in sorted(store.folder(6).rglob("*"), reverse=True):
+        path.unlink()
+    store.folder(6).rmdir()
+    train(managed(config, tmp_path, 3 << 20), out=run, resume=True, console=None)
+    assert losses(run) == losses(tmp_path / "plain")
+
+
+def test_flags_variables_and_their_order(monkeypatch, tmp_path):
+    assert read_request(["tiny"]).settings.memory == MemoryConfig()
+    short = read_request(["tiny", "--memory-budget", "1.5GiB", "--memory-policy", "lru"]).settings.memory
+    assert (short.budget, short.policy) == ("1.5GiB", "lru")
+    monkeypatch.setenv("MHC_EVICTION_STRATEGY", "fifo")
+    monkeypatch.setenv("MHC_MAX_SWAP_OPS_PER_SEC", "100")
+    memory = read_request(["tiny", "--memory.policy", "lru"]).settings.memory
+    assert (memory.policy, memory.max_swap_ops_per_second) == ("lru", 100)
+    (tmp_path / "c.toml").write_text('[memory]\npolicy = "cost_aware"\n')
+    assert read_request(["tiny", "--config", str(tmp_path / "c.toml")]).settings.memory.policy == "cost_aware"
+    monkeypatch.setenv("MHC_EVICTION_STRATEGY", "oldest")
+    with pytest.raises(InputError, match="MHC_EVICTION_STRATEGY: got 'oldest'"):
+        read_request(["tiny"])
+
+
+def test_a_wrong_budget_is_refused_by_name(config, tmp_path):
+    with pytest.raises(InputError, match=r"memory\.budget: got 'much'"):
+        train(dataclasses.replace(config, memory=MemoryConfig("much")), out=tmp_path / "run", console=None)
+    assert not (tmp_path / "run").exists()

@@ -260,6 +260,36 @@ def test_dropped_graphs_and_errors_leave_nothing_behind(tier: Tier) -> None:
     stream.close()
 
 
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ZeroDivisionError("in the backward pass")
+
+
+def test_a_backward_pass_that_fails(tier: Tier) -> None:
+    alone, streamed = pair()
+    stream = StreamedParameters(streamed, tier, smallest=0)
+    park = ParkedGradients(streamed.parameters(), tier)
+    for model in (alone, streamed):
+        x = Failing.apply(model.blocks[0](model.table(batch(0)))["x"])
+        with pytest.raises(ZeroDivisionError):
+            model.head(model.blocks[2](x)["x"]).sum().backward()
+        model.zero_grad()
+        for number in range(2):
+            model(batch(number)).backward()
+    assert stream.resident == park.resident == 0
+    park.gather()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(alone.parameters(), streamed.parameters(), strict=True) if p.grad is not None
+    )
+    park.close()
+    stream.close()
+
+
 class Handing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

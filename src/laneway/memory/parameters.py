@@ -1,15 +1,15 @@
 """Parameters of modules that aren't at work, in a tier.
 
 A module's own parameters come back before its forward and leave after it; in the backward pass each comes back when autograd
-unpacks it and leaves when autograd has let go of it. They keep their identity: the optimizer's references, tied uses and the views that
-autograd saved see the bytes when they are back, for the storage stays the same one and only its size goes to zero meanwhile.
-Any other use of a parameter that is away raises.
+unpacks it and leaves when autograd has let go of it. They keep their identity: the optimizer's references, tied uses and the
+views that autograd saved see the bytes when they are back, for the storage stays the same one and only its size goes to zero
+meanwhile. Any other use of a parameter that is away raises.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ class StreamedParameters:
     gradients only and needs nothing. ``state_dict`` and ``load_state_dict`` (without ``assign``) bring everything back first.
     The modules that matter are those that own parameters: one that uses another's (tied weights) must hold them as its own too,
     else the use raises. A parameter that a module returns, or a view of it, stays here, and so does one that a backward pass with
-    ``create_graph`` used.
+    ``create_graph`` used. A module must not put a view of its parameter where others find it other than by returning it.
 
     Args:
         model: on its device already; in a tier from now on.
@@ -59,7 +59,7 @@ class StreamedParameters:
         self._leaving: deque[Parcel] = deque()
         self._idle: deque[Parcel] = deque()  # let go of by autograd, noticed where it is safe to act on it
         self._route = _Route(4 * len(self._users) + 4)
-        self._in_backward = False
+        self._task = -1  # autograd's number of the backward pass
         self._saved = SavedParameters(self._parcels, self._unpacked, self._idle.append)
         self._pushed: list[saved_tensors_hooks | None] = []
         self._hooks: list[Any] = []
@@ -98,7 +98,7 @@ class StreamedParameters:
             self._leaving.popleft().settle()
 
     @contextmanager
-    def all_here(self) -> Iterator[None]:
+    def all_here(self) -> Generator[None]:
         """Every parameter is here inside: for the optimizer, initialization or averaging."""
         self.bring_all()
         try:
@@ -144,8 +144,9 @@ class StreamedParameters:
 
     def _unpacked(self, parcel: Parcel) -> None:
         """Autograd is about to use it."""
-        if not self._in_backward:
-            self._in_backward = True
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # one that failed never came to its end
+            self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         self._send_idle()
         self._demand(parcel)
@@ -153,7 +154,6 @@ class StreamedParameters:
             self._kept.add(parcel)
 
     def _end_of_backward(self) -> None:
-        self._in_backward = False
         self._idle.clear()
         self._route.end()
         self.send_all()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from laneway.memory.parcel import Parcel
@@ -36,12 +37,9 @@ class SavedParameters:
 
     def push(self) -> saved_tensors_hooks | None:
         """Put the hooks in force, on top of those that are; None where they are on top already."""
-        outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if (
-            outside is not None
-            and isinstance(getattr(outside[0], "__self__", None), _Hooks)
-            and outside[0].__self__.saved is self
-        ):
+        outside = _top_saved_tensors_default_hooks(True)
+        above = getattr(outside[0], "__self__", None) if outside is not None else None
+        if isinstance(above, _Hooks) and above.saved is self:
             return None
         pair = _Hooks(self, outside)
         hooks = saved_tensors_hooks(pair.pack, pair.unpack)

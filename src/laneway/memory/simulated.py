@@ -249,8 +249,6 @@ class SimulatedTier(Tier):
 
     def close(self) -> None:
         """End what is queued with an error, and forget everything."""
-        if self._closed:
-            return
         self.poll()
         self._closed = True
         left = list(dict.fromkeys([*self._out.queue, *self._in.queue]))

@@ -57,6 +57,10 @@ class Transfer(ABC):
         """Block until it has ended and its ``Ended`` was called; returns the seconds that took, on the tier's clock.
 
         A queued transfer that is waited for goes ahead of those that nobody waits for.
+
+        Raises:
+            LanewayError: it was cancelled.
+            Exception: what ``Ended`` was called with.
         """
 
     @abstractmethod
@@ -109,7 +113,7 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the transfers and give everything back; further use is an error. Safe to call twice."""
+        """Give everything back; what has not begun ends with an error, further use is one. Safe to call twice."""
 
     def _took(self, nbytes: int) -> None:
         self.used += nbytes

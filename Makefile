@@ -41,7 +41,7 @@ bench: $(VENV)/.dev-ready
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-KERNELS := $(wildcard src/laneway/connections/kernels/cpu/*.cpp src/laneway/connections/kernels/cpu/*.h)
+KERNELS := $(wildcard src/laneway/connections/kernels/cpu/*.cpp src/laneway/connections/kernels/cpu/*.h src/laneway/memory/counting/*.cpp)
 
 # torch comes first and by its pinned version, so that pip never picks another build of it for a dependency. The CPU kernels are
 # compiled once; where there is no compiler, plain PyTorch serves.

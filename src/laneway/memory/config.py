@@ -74,8 +74,7 @@ class MemoryConfig:
     optimizer_state: str = "device"
     """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
     replay: bool = True
-    """Run a micro-batch that ran out of memory again, with a smaller budget. Under DDP gradients are then reduced after the last
-    backward pass, when all ranks have agreed, and not during it."""
+    """Run a micro-batch that ran out of memory again, in less; under DDP gradients are then reduced after all backward passes."""
 
     def problems(self, prefix: str = "memory") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""

@@ -7,12 +7,13 @@ go of what turned out not to be needed. ``milp`` puts the choice as a linear pro
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from laneway.core import choice
+from laneway.core import InputError, choice
 from laneway.memory.profile import PassProfile, ahead, checkpointed
 from laneway.memory.residency import Choice, Schedule
 from laneway.memory.simulate import LOOK_AHEAD, Link, Outcome, allowances, simulate
@@ -77,9 +78,11 @@ def make_plan(profile: PassProfile, budget: float, link: Link, *, solver: str = 
         recompute: whether computing again is a choice; otherwise entries are kept or moved.
 
     Raises:
-        InputError: no such solver.
+        InputError: no such solver, or one that needs scipy where there is none.
     """
     choice("solver", solver, SOLVERS)
+    if solver == "milp" and importlib.util.find_spec("scipy") is None:
+        raise InputError("solver", solver, "greedy, or milp with scipy installed", "pip install 'laneway[solver]'")
     return _Search(profile, budget, link, recompute).run(solver)
 
 

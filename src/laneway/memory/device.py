@@ -162,17 +162,16 @@ class Device:
     def _leaving_bytes(self) -> int:
         return sum(self.held[number].nbytes for number in self._leaving)
 
-    def _candidates(self, after: float = -math.inf) -> list[Held]:
-        """Entries that may go: there, not in use, expected later than ``after``."""
-        length = self._predict.step_seconds
-        overdue = self._compute - LATE * length
-        found = []
+    def _candidates(self, after: float = -math.inf, uncopied: bool = False) -> list[Held]:
+        """Entries that may go: there, not in use, expected later than ``after``; or only those that slow memory lacks."""
+        overdue = self._compute - LATE * self._predict.step_seconds
+        now, group, found = self._now, self._group, []
         for held in self._residents.values():
-            if held.number in self._group or held.arrival > self._now:
+            if held.arrival > now or held.number in group:
                 continue
             if held.next_use < overdue:
                 self._expect(held, self._predict.again(held.number, self._compute, held.next_use))
-            if held.next_use > after:
+            if held.next_use > after and not (uncopied and held.copied is not None):
                 found.append(held)
         return found
 
@@ -369,8 +368,8 @@ class Device:
             return
         candidates = [
             held
-            for held in self._candidates()
-            if held.copied is None and held.next_use - self._compute > held.out_seconds + held.reload_seconds
+            for held in self._candidates(uncopied=True)
+            if held.next_use - self._compute > held.out_seconds + held.reload_seconds
         ]
         if not candidates:
             return

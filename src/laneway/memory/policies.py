@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Protocol
 
 SOON = 1e-6
@@ -140,8 +141,8 @@ def cost_aware(view: View, tuning: Tuning = Tuning()) -> list[Victim]:
     hiding, backlog = trust * (1.0 - view.read_busy), trust * view.read_backlog
     queue = trust * view.write_backlog if view.urgent else 0.0
     writes = 1.0 if view.urgent else 1.0 - trust * (1.0 - FLOOR)
-    scored: list[tuple[float, int, Victim]] = []
-    for number, entry in enumerate(view.residents):
+    scored: list[tuple[float, Candidate, bool]] = []
+    for entry in view.residents:
         wait = max(entry.next_use - now, SOON)
         cost = 0.0
         if wait < math.inf:
@@ -155,9 +156,9 @@ def cost_aware(view: View, tuning: Tuning = Tuning()) -> list[Victim]:
             again = entry.recompute_seconds
             if again is not None and tuning.recompute * again < cost:
                 drop, cost = True, tuning.recompute * again
-        scored.append((cost / (entry.nbytes * wait), number, Victim(entry, drop)))
-    scored.sort(key=lambda item: item[:2])
-    return _without_surplus(view, _cover(view.need, (victim for _, _, victim in scored)))
+        scored.append((cost / (entry.nbytes * wait), entry, drop))
+    scored.sort(key=itemgetter(0))
+    return _without_surplus(view, _cover(view.need, (Victim(entry, drop) for _, entry, drop in scored)))
 
 
 def _take(view: View, order: Iterable[Candidate]) -> list[Victim]:

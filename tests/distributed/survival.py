@@ -60,14 +60,13 @@ class Run:
         loss.backward()
         return loss.detach()
 
-    def survive(self, survivor: Survivor, steps: int = 2) -> list[Tensor]:
-        for _ in range(steps):
+    def survive(self, survivor: Survivor) -> None:
+        for _ in range(2):
             for tokens in self.tokens.split(2):
                 survivor.attempt(lambda tokens=tokens: self.micro(tokens))
             reduce_gradients(self.model)
             survivor.step(self.optimizer)
             self.optimizer.zero_grad()
-        return self.state()
 
     def plain(self) -> list[Tensor]:
         """As DDP does it."""
@@ -106,9 +105,10 @@ def every_allocation(allocator: CountingAllocator, agree: Agreement, op_retry: s
         survivor = Survivor(None, run.call, device=CPU, agree=agree, op_retry=op_retry)
         if second:
             allocator.fail_at(at, 256)
-        found = run.survive(survivor)
+        run.survive(survivor)
         left = allocator.fails_in
         allocator.fail_at(0)
+        found = run.state()
         kinds.update(survivor.counts)
         if not equal(found, want):
             wrong.append(at)
@@ -138,9 +138,9 @@ def uneven() -> dict[str, Any]:
     """Gradients that some ranks lack, or all; buckets of any size; two dtypes."""
     rank = dist.get_rank()
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in ("both", "one", "none")})
-    model["half"] = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16).t())
+    model["low"] = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16).t())
     model["both"].grad = torch.full((3,), 1.0 + rank)
-    model["half"].grad = torch.full((3, 2), 2.0 * rank, dtype=torch.bfloat16)
+    model["low"].grad = torch.full((3, 2), 2.0 * rank, dtype=torch.bfloat16)
     if rank == 1:
         model["one"].grad = torch.ones(3)
     reduce_gradients(model, bucket_bytes=16)

@@ -208,8 +208,8 @@ def every_allocation(
 ALL: dict[str, dict[str, Any]] = {
     "replayed": {"min_bytes": 64},
     "retried": {"op_retry": "always", "min_bytes": 64},
-    "managed": {"room": 20_000, "min_bytes": 512},
-    "managed-retried": {"room": 20_000, "min_bytes": 512, "op_retry": "always"},
+    "managed": {"room": 20_000, "min_bytes": 1024},
+    "managed-retried": {"room": 20_000, "min_bytes": 1024, "op_retry": "always"},
     "first-update-foreach": {"update_of": 1, "foreach": True},
     "second-update": {"update_of": 2},
     "second-update-foreach": {"update_of": 2, "foreach": True, "amsgrad": True},
@@ -221,13 +221,13 @@ def split() -> dict[str, Any]:
     """A device that has room for a quarter of the micro-batch; then one that has room for nothing."""
     allocator = CountingAllocator.install()
     tall = Tall(layers=2)
-    rows = torch.randn(64, 256, 128)
+    rows = torch.randn(16, 256, 128)
     survivor = Survivor(None, tall.model, device=CPU, split=True)
     want = tall.micro(rows)
     gradients = [p.grad.clone() for p in tall.model.parameters()]
     tall.model.zero_grad()
     allocator.reset_peak()
-    tall.micro(rows[:20])
+    tall.micro(rows[:5])
     allocator.limit(allocator.peak)
     tall.model.zero_grad()
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from laneway.core import InputError, LanewayError
 from laneway.memory import micro_batch
+from laneway.memory.clock import VirtualClock
+from laneway.memory.config import MemoryConfig
 from laneway.memory.exact_step import step_exactly
+from laneway.memory.manager import MemoryManager
 from laneway.memory.oom import Failure, out_of_memory, wanted_bytes
 from laneway.memory.retry import RetryOps, repeatable
-from laneway.memory.survive import CALM, Survivor
+from laneway.memory.simulated import SimulatedTier
+from laneway.memory.survive import CALM, CALM_IF_TIGHT, Survivor
 
 CPU = torch.device("cpu")
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of memory are tested on Linux alone")
@@ -50,7 +55,7 @@ def found() -> dict[str, Any]:
 def test_a_failure_at_any_allocation_changes_no_bit(found, way):
     """Parameters, buffers, optimizer state and generators, after a step with dropout, batch normalisation and accumulation."""
     assert found[way].get("wrong") == [], found[way]
-    assert found[way]["tried"] >= (60 if "fused" not in way else 10)
+    assert found[way]["tried"] >= (40 if "fused" not in way else 10)
 
 
 @pytest.mark.slow
@@ -281,6 +286,86 @@ def test_ops_are_watched_for_a_while_after_a_failure_and_not_before():
         survivor.attempt(run)
     assert depths == [0, 0, *[1] * CALM, *[0] * 3]
     assert [event.kind for event in survivor.events] == ["replay"]
+
+
+# -- with the manager
+
+
+@pytest.fixture
+def managed() -> Iterator[tuple[MemoryManager, nn.Module]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
+    clock = VirtualClock()
+    config = MemoryConfig(budget="1TiB", min_bytes=1)
+    manager = MemoryManager(model, config, SimulatedTier(clock, 1 << 30, 1e9, 1e9), Meter(), CPU, clock=clock)
+    with manager:
+        yield manager, model
+
+
+class Meter:
+    """A device on which nothing is but what the test says."""
+
+    used = 0
+
+    def live(self) -> int:
+        return self.used
+
+    def peak(self) -> int:
+        return self.used
+
+    def reset_peak(self) -> None:
+        pass
+
+    def capacity(self) -> int:
+        return 1 << 41
+
+
+def test_a_failed_pass_teaches_nothing_and_its_shape_gets_less(managed):
+    manager, model = managed
+    survivor, tries = Survivor(manager, model, device=CPU), []
+
+    def run(rows: int) -> None:
+        loss = model(torch.ones(rows, 4)).square().sum()
+        tries.append(rows)
+        if len(tries) in (2, 3):
+            raise MemoryError
+        loss.backward()
+
+    survivor.attempt(lambda: run(3))
+    survivor.attempt(lambda: run(5))
+    manager.end_pass()
+    assert tries == [3, 5, 5, 5]
+    assert [report.way for report in manager.passes] == ["recorded", "recorded"]
+    three, five = (report.signature for report in manager.passes)
+    assert manager.budget_of(three) == manager.budget
+    assert manager.budget_of(five) == pytest.approx(0.81 * manager.budget)
+    assert [event.kind for event in manager.profiles[five].events].count("use") == len(manager.profiles[five].entries)
+    survivor.attempt(lambda: run(5))
+    assert manager.plans[five].budget == pytest.approx(0.81 * manager.budget)
+    manager.tighten(five)
+    assert five not in manager.plans
+    assert manager.activations.alive == 0
+    assert manager.tier.used == 0
+
+
+def test_ops_are_watched_while_the_device_is_over_the_budget_and_a_while_longer(managed):
+    manager, model = managed
+    survivor, depths = Survivor(manager, model, device=CPU), []
+
+    def run() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        depths.append(_len_torch_dispatch_stack())
+
+    survivor.attempt(run)
+    manager.end_pass()
+    manager.meter.used = 2 << 40
+    survivor.attempt(run)
+    manager.end_pass()
+    manager.meter.used = 0
+    manager.tighten(manager.passes[-1].signature)  # drop the plan that was made for so much
+    for _ in range(CALM_IF_TIGHT + 3):
+        survivor.attempt(run)
+    assert depths == [0, 0, *[1] * (CALM_IF_TIGHT + 1), 0, 0]
 
 
 # -- level 2, without an allocator

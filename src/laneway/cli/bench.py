@@ -119,7 +119,8 @@ def _memory(
     Args:
         quick: at most 60 s on 2 cores: a smaller network, one model, one budget, one peer.
         json: one JSON object on stdout.
-        save: append the rows to DIR/memory.csv and memory_virtual.csv; without DIR to benchmarks/results of the source checkout.
+        save: append the rows to DIR/memory.csv, memory_virtual.csv and memory_spike.csv; without DIR to benchmarks/results of the
+            source checkout.
         models: gpt and / or llama.
         dtype: fp32 and / or bf16 (autocast).
         budgets: as parts of plain training's peak.

@@ -40,8 +40,8 @@ def victims(
 ) -> Callable[[list[Entry], float], Iterable[Entry]]:
     """For ``Schedule.victims``.
 
-    A backward pass uses last what was saved first, so an entry's next use is expected as far behind the turn of the pass as it was
-    saved before it; the turn is taken to be now.
+    A backward pass uses last what was saved first, so an entry's next use is expected as far behind the turn of the pass as it
+    was saved before it; the turn is taken to be now.
 
     Args:
         policy: a name of ``POLICIES``.

@@ -46,7 +46,7 @@ class RetryOps(TorchDispatchMode):
     schema hides that it writes the running statistics), recurrent layers with dropout, and collectives (other ranks would be
     left waiting). Random ops begin again from the same generator state. What is not repeated raises as it would have.
 
-    Every op costs some microseconds of Python while the mode is on, and nothing while it is off. Compiled code allocates
+    Every op costs some tens of microseconds of Python while the mode is on, and nothing while it is off. Compiled code allocates
     without asking it.
 
     Args:

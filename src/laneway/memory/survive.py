@@ -77,14 +77,14 @@ class Survivor:
         attempts: how often a micro-batch is run at most before it is split or given up.
         agree: with several ranks: ``reduce.Agreement``; told whether this rank failed, says whether any did.
         op_retry: level 1 ``always``, ``never``, or ``auto``: for a while after a failure, and while the manager's last plan does
-            not fit the budget; it costs some microseconds an op.
+            not fit the budget; it costs tens of microseconds an op.
 
     Attributes:
         events: what was survived, the last 4096.
         counts: how often, by kind.
 
     Raises:
-        InputError: ``attempts`` or ``op_retry``.
+        InputError: ``attempts`` or ``op_retry``; ``split`` under FSDP2.
         LanewayError: DDP without ``agree``; or with ``agree`` a model that communicates in its forward pass (DDP that broadcasts
             buffers, SyncBatchNorm).
     """
@@ -108,6 +108,8 @@ class Survivor:
         self.events: deque[SurvivalEvent] = deque(maxlen=4096)
         self.counts: Counter[str] = Counter()
         self.sharded = is_sharded(model)
+        if self.sharded and split:
+            raise InputError("split", split, "False for a model that FSDP2 sharded: its micro-batches can't be run again")
         refuse_communication(model, agree is not None)
         self._buffers = Buffers(model)
         self._watchful = 0  # micro-batches to come for which ops are watched

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -134,8 +136,6 @@ def test_named_files_of_dead_processes_are_removed_and_others_stay(tmp_path: Pat
     held = tmp_path / f"laneway-tier.{host}.{dead}.00aa"  # its owner has another number in another container
     for path in (stale, held, *kept):
         path.write_bytes(b"x")
-    import fcntl
-
     with held.open("rb") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         DiskTier(tmp_path, MIB).close()
@@ -276,8 +276,6 @@ def test_pages_go_straight_where_they_can(tmp_path: Path, monkeypatch: pytest.Mo
     if not tier.direct:
         tier.close()
         pytest.skip("needs a file system with O_DIRECT")
-    import mmap
-
     pages = torch.frombuffer(mmap.mmap(-1, 3 * 4096), dtype=torch.uint8, count=2 * 4096 + 10)
     sizes: list[int] = []
     real = os.pwrite

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import Ends, content, make_tier, noise, same
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from laneway.core import InputError, LanewayError
 from laneway.memory.queued import QueuedTier
@@ -239,8 +240,6 @@ def test_sources_are_held_until_the_end_and_not_longer(tier: QueuedTier) -> None
     data = noise(50_000)
     expected = content(data)
     slot = tier.allocate(50_000)
-    from torch.multiprocessing.reductions import StorageWeakRef
-
     watch = StorageWeakRef(data)
     write = tier.write(slot, data, Ends())
     del data

@@ -1,4 +1,4 @@
-"""An optimizer's step on some of its parameters: which optimizers that leaves unchanged, and what becomes of group options."""
+"""An optimizer's step on some of its parameters: which optimizers that suits, and what becomes of the groups' options."""
 
 from __future__ import annotations
 

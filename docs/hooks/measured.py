@@ -7,6 +7,7 @@
     {{ source("layer") }}    file, date, versions and machine of the newest rows
     {{ when("layer") }} … {{ otherwise() }} … {{ end() }}    the first part once the file exists, until then the second
     {{ rules("run") }}, {{ rules("machine") }}    what `laneway doctor` looks for, from its own source
+    {{ settings("memory") }}    the fields of a part of the configuration, their variables, defaults and meanings, from its source
 
 The first argument names a file in benchmarks/results. Conditions compare with a cell; a list means any of its values, and
 None an empty cell. A format sees the value as {} and every other cell of the row by its column's name (in ``means``: sd, min,
@@ -19,10 +20,13 @@ from __future__ import annotations
 
 import ast
 import csv
+import inspect
 import re
 import statistics
 import string
+import textwrap
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -266,8 +270,39 @@ def rules(_results: Path, kind: str) -> str:
     )
 
 
+def settings(_results: Path, part: str) -> str:
+    """A table of the fields of ``[memory]``: name, variable of the environment, default, and the text beside it in the source."""
+    from laneway.memory import config
+
+    if part != "memory":
+        raise MeasuredError("accepted: memory")
+    lines = []
+    for name, text in _field_texts(config.MemoryConfig).items():
+        default = getattr(config.MemoryConfig, name)
+        lines.append([f"`{name}`", f"`{config.VARIABLES[name]}`", "empty" if default == "" else f"`{default}`", text])
+    return _markdown(["field", "variable", "default", "meaning"], [False] * 4, lines)
+
+
+def _field_texts(kind: type) -> dict[str, str]:
+    """The text under each field of a dataclass."""
+    (body,) = (node.body for node in ast.parse(textwrap.dedent(inspect.getsource(kind))).body if isinstance(node, ast.ClassDef))
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }  # fmt: skip
+
+
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("H_", "H\\_")
 
 
-_DIRECTIVES: dict[str, Callable[..., str]] = {"figure": figure, "table": table, "means": means, "source": source, "rules": rules}
+_DIRECTIVES: dict[str, Callable[..., str]] = {
+    "figure": figure,
+    "table": table,
+    "means": means,
+    "source": source,
+    "rules": rules,
+    "settings": settings,
+}

@@ -92,6 +92,14 @@ class RunDirectory:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise LanewayError(f"{self.env}: not JSON ({error})") from error
 
+    def read_memory(self) -> dict[str, Any] | None:
+        """What the memory manager did; None where nothing was written, or what there is is no JSON object (half-written, say)."""
+        try:
+            found = json.loads(self.memory.read_text("utf-8")) if self.memory.is_file() else None
+        except (ValueError, RecursionError):  # no JSON, no UTF-8, an integer of thousands of digits, nested without end
+            return None
+        return found if isinstance(found, dict) else None
+
     def read_metrics(self, rank: int = 0) -> list[dict[str, Any]]:
         """Rows of one rank, by step; where a resume wrote a step again, the later row counts."""
         path = self.metrics(rank)

@@ -52,6 +52,14 @@ def test_the_weights_are_those_of_one_process(curves, way):
         assert (found[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-6, name
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("key", ["loss", "grad_norm", "val_loss"])
+def test_managed_memory_changes_no_bit(curves, kind, key):
+    """With a budget that nothing fits in, so that everything moves."""
+    assert column(curves / f"{kind}-memory", key) == column(curves / f"{kind}-accumulating", key)
+    assert sum(column(curves / f"{kind}-memory", "memory_bytes_out")) > 0
+
+
 def test_a_wrong_scale_would_show(curves):
     """The curves move enough that a gradient twice or half as large could not pass for rounding."""
     losses, norms = column(curves / "one", "loss"), column(curves / "one", "grad_norm")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import measured
 import pytest
 import readme
@@ -107,6 +109,7 @@ def test_code_is_left_alone(results):
         ("__import__('os')", "accepted: a call of figure"),
         ("figure(", "not a directive"),
         ('rules("nobody")', "accepted: run, machine"),
+        ('settings("nobody")', "accepted: memory"),
         ("end()", "without a when"),
     ],
 )
@@ -115,6 +118,21 @@ def test_what_cannot_be_resolved_says_where_and_why(results, directive, why):
         show("{{ " + directive + " }}", results)
     assert directive in str(caught.value)
     assert why in str(caught.value)
+
+
+def test_settings_come_from_their_source(results):
+    from dataclasses import fields
+
+    from laneway.memory.config import VARIABLES, MemoryConfig
+
+    lines = show('{{ settings("memory") }}', results).splitlines()
+    assert len(lines) == 2 + len(fields(MemoryConfig))
+    for field, line in zip(fields(MemoryConfig), lines[2:], strict=True):
+        name, variable, default, meaning = re.split(r" (?<!\\)\| ", line.removeprefix("| ").removesuffix(" |"))
+        assert (name, variable) == (f"`{field.name}`", f"`{VARIABLES[field.name]}`")
+        assert default == (f"`{field.default}`" if field.default != "" else "empty")
+        assert len(meaning) > 15
+    assert "cost_aware \\| lru \\| fifo" in "\n".join(lines)
 
 
 def test_a_missing_row_inside_a_shown_part_fails_too(results):

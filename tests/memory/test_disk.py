@@ -25,22 +25,23 @@ MIB = 1 << 20
 
 
 @pytest.fixture(params=["unnamed", "unlinked", "named"])
-def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def file_system(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """File systems that know O_TMPFILE, that don't, and that don't unlink what is open either."""
-    real_open = os.open
+    real_open, real_unlink = os.open, os.unlink
 
     def no_unnamed(path: Any, flags: int, *rest: Any) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE")
         return real_open(path, flags, *rest)
 
-    def no_unlink(path: Any) -> None:
+    def no_unlink_while_open(path: Any) -> None:
+        monkeypatch.setattr(backing.os, "unlink", real_unlink)  # after this one it is closed
         raise OSError(errno.EBUSY, "in use")
 
     if request.param != "unnamed":
         monkeypatch.setattr(backing.os, "open", no_unnamed)
     if request.param == "named":
-        monkeypatch.setattr(backing.os, "unlink", no_unlink)
+        monkeypatch.setattr(backing.os, "unlink", no_unlink_while_open)
     return str(request.param)
 
 
@@ -96,16 +97,22 @@ def start(folder: Path, number: int) -> subprocess.Popen[str]:
 
 
 def test_killed_processes_leave_nothing_and_living_ones_share_a_folder(tmp_path: Path) -> None:
-    first, second, third = (start(tmp_path, number) for number in (7, 8, 9))
-    for process in (first, second, third):
+    ours, data = DiskTier(tmp_path, MIB), noise(MIB)
+    slot = ours.allocate(MIB)
+    first, second = (start(tmp_path, number) for number in (7, 8))
+    ours.write(slot, data, Ends()).wait()
+    for process in (first, second):
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     assert list(tmp_path.iterdir()) == []
-    third.send_signal(signal.SIGKILL)
-    third.wait(60)
-    assert first.communicate("go\n", timeout=60)[0] == second.communicate("go\n", timeout=60)[0] == "right\n"
-    third.communicate()
-    assert (first.returncode, second.returncode, third.returncode) == (0, 0, -signal.SIGKILL)
+    second.send_signal(signal.SIGKILL)
+    second.communicate(timeout=60)
+    assert first.communicate("go\n", timeout=60)[0] == "right\n"
+    back = torch.UntypedStorage(MIB)
+    ours.read(slot, back, Ends()).wait()
+    assert same(data, back)
+    ours.close()
+    assert (first.returncode, second.returncode) == (0, -signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
 
 

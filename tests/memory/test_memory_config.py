@@ -143,6 +143,8 @@ GIVEN = {
     "collective_reservation": ("0.25", 0.25),
     "solver": ("milp", "milp"),
     "min_bytes": ("128KiB", 131072),
+    "optimizer_state": ("streamed", "streamed"),
+    "replay": ("False", False),
 }
 
 
@@ -210,7 +212,8 @@ def test_variables_of_others_are_left_alone():
 
 SOURCES = st.dictionaries(st.sampled_from(sorted(GIVEN)), st.sampled_from((0, 1)))
 OTHER = {"budget": 77, "policy": "fifo", "tier": "host", "folder": "/x", "host_buffer_ratio": 0.1, "max_swap_ops_per_second": 9,
-         "max_bytes_per_second": 8, "collective_reservation": 0.0, "solver": "greedy", "min_bytes": 0}  # fmt: skip
+         "max_bytes_per_second": 8, "collective_reservation": 0.0, "solver": "greedy", "min_bytes": 0,
+         "optimizer_state": "device", "replay": True}  # fmt: skip
 
 
 @given(st.sets(st.sampled_from(sorted(GIVEN))), SOURCES, SOURCES)

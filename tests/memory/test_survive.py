@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from laneway.core import InputError, LanewayError
-from laneway.memory import replay
+from laneway.memory import micro_batch
 from laneway.memory.clock import VirtualClock
 from laneway.memory.config import MemoryConfig
 from laneway.memory.exact_step import step_exactly
@@ -401,7 +401,7 @@ def failing_once(model: Counting) -> Any:
 
 
 def test_large_buffers_are_put_back_from_the_second_change_on():
-    model = Counting(replay.SMALL + 4)
+    model = Counting(micro_batch.SMALL + 4)
     survivor = Survivor(None, model, device=CPU)
     with pytest.raises(LanewayError, match=r"can't be repeated: it changed the buffer 'large' of 1048580 bytes"):
         survivor.attempt(failing_once(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -30,15 +31,19 @@ def make_tier(kind: str, folder: Path, capacity: int = 8 << 20) -> Tier:
 
 def noise(nbytes: int, seed: int | None = None) -> torch.UntypedStorage:
     """A storage of random bytes."""
-    data = bytearray(random.Random(seed).randbytes(nbytes))
     storage = torch.UntypedStorage(nbytes)
-    storage.copy_(torch.frombuffer(data, dtype=torch.uint8).untyped_storage())
+    ctypes.memmove(storage.data_ptr(), random.Random(seed).randbytes(nbytes), nbytes)
     return storage
 
 
 def same(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
     """Whether both hold the same bytes."""
-    return bytes(a) == bytes(b)
+    return content(a) == content(b)
+
+
+def content(storage: torch.UntypedStorage) -> bytes:
+    """Its bytes."""
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
 
 
 class Ends:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from browser import Browser, find_browser, png_colours
+from managedrun import managed, put
 from runmaker import add_event, config, make_run, rows
 
 from laneway.report import write_report
@@ -38,7 +39,17 @@ def compared(tmp_path_factory):
     return write_report([base / name for name in ("mhc", "hc", "plain", "empty")], base / "page.html")[0]
 
 
-@pytest.fixture(params=["single", "compared"])
+@pytest.fixture(scope="module")
+def tended(tmp_path_factory):
+    """A run under the memory manager."""
+    memory, passes = managed(90_000, lengths=(32, 32, 16, 32, 48, 32))
+    metrics = rows(200)
+    run = make_run(tmp_path_factory.mktemp("tended") / "run", [row | passes[at % len(passes)] for at, row in enumerate(metrics)])
+    put(run, memory)
+    return write_report([run.path])[0]
+
+
+@pytest.fixture(params=["single", "compared", "tended"])
 def page(request):
     return request.getfixturevalue(request.param)
 
@@ -71,7 +82,9 @@ def test_curves_are_there_with_finite_coordinates(browser, page):
     for label, length, *box in boxes:
         assert length > 0, label
         assert all(-1 <= value <= 600 for value in box), label
-    visible = browser.evaluate("[...document.querySelectorAll('svg.chart, svg.heat')].filter(s => s.clientWidth > 0).length")
+    visible = browser.evaluate(
+        "[...document.querySelectorAll('svg.chart, svg.heat, svg.lives')].filter(s => s.clientWidth > 0).length"
+    )
     assert visible >= 16
     sizes = browser.evaluate(
         "[...document.querySelectorAll('svg.chart:not(.for-narrow) text')].map(t => t.getBoundingClientRect().height)"
@@ -82,7 +95,7 @@ def test_curves_are_there_with_finite_coordinates(browser, page):
 def test_text_in_charts_is_readable_on_a_phone(browser, page):
     browser.open(page, 360)
     small = browser.evaluate(
-        "[...document.querySelectorAll('svg.chart, svg.heat')].filter(s => s.clientWidth > 0).map(s => "
+        "[...document.querySelectorAll('svg.chart, svg.heat, svg.lives')].filter(s => s.clientWidth > 0).map(s => "
         "parseFloat(getComputedStyle(s.querySelector('text')).fontSize) * s.clientWidth / s.viewBox.baseVal.width)"
     )
     assert min(small) >= 10, "pixels"
@@ -93,7 +106,7 @@ def test_labels_do_not_leave_their_drawings_or_overlap(browser, page):
         browser.open(page, width)
         faults = browser.evaluate("""(() => {
           const bad = [];
-          for (const svg of document.querySelectorAll('svg.chart, svg.heat')) {
+          for (const svg of document.querySelectorAll('svg.chart, svg.heat, svg.lives')) {
             if (!svg.clientWidth) continue;
             const frame = svg.getBoundingClientRect();
             const boxes = [...svg.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
@@ -141,6 +154,51 @@ def test_pointer_and_keys_read_values(browser, single):
     })()""")
     assert after[0].startswith("step 20, site 2: 1.0")
     assert after[1:] == ["", True]
+
+
+def test_pointer_and_keys_name_tensors_and_times(browser, tended):
+    browser.open(tended)
+    labels = browser.evaluate("[...document.querySelectorAll('svg.lives.for-wide g.bar > title')].map(t => t.textContent)")
+    assert len(labels) > 10
+    seen = browser.evaluate("""(() => {
+      const svg = document.querySelector('svg.lives.for-wide'), out = svg.closest('figure').querySelector('.readout');
+      const said = [];
+      for (const bar of svg.querySelectorAll('g.bar')) {
+        const box = bar.getBoundingClientRect();
+        const at = {clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true};
+        svg.dispatchEvent(new PointerEvent('pointermove', at));
+        said.push(out.textContent);
+      }
+      svg.dispatchEvent(new PointerEvent('pointerleave'));
+      said.push(out.textContent);
+      const key = name => svg.dispatchEvent(new KeyboardEvent('keydown', {key: name, bubbles: true}));
+      key('ArrowDown'); key('ArrowDown'); key('ArrowUp'); key('ArrowDown');
+      said.push(out.textContent);
+      key('Escape');
+      said.push(out.textContent);
+      return said;
+    })()""")
+    assert seen[:-3] == labels
+    assert seen[-3] == seen[-1] == ""
+    assert seen[-2] in labels[1:]
+    readout = browser.evaluate("""(() => {
+      const svg = document.querySelector('#memory svg.chart.for-wide'), box = svg.getBoundingClientRect();
+      const middle = {clientX: box.left + box.width / 3, clientY: box.top + 50, bubbles: true};
+      svg.dispatchEvent(new PointerEvent('pointermove', middle));
+      return svg.closest('figure').querySelector('.readout').textContent;
+    })()""")
+    assert re.fullmatch(r"ms into the pass \d+\.\d+: .*as planned [\d.]+.*", readout)
+
+
+def test_every_bar_can_be_seen(browser, tended):
+    for dark in (False, True):
+        browser.open(tended, dark=dark)
+        boxes = browser.evaluate(
+            "[...document.querySelectorAll('svg.lives.for-wide g.bar')].map(g => g.getBBox()).map(b => [b.width, b.height])"
+        )
+        assert all(width > 0 and height > 1 for width, height in boxes)
+        shown = {colour[:3] for colour in png_colours(browser.screenshot("svg.lives.for-wide"))}
+        assert bytes.fromhex("2fc79b" if dark else "00795c") in shown, "what is kept"
 
 
 def test_page_is_complete_without_scripts(browser, single):

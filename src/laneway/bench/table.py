@@ -22,15 +22,19 @@ COLUMNS = {
                "process_cpu_over_none", "beta", "stall_share", "peak_error", "moved", "recomputed", "checkpointed"),
     "memory_virtual": ("model", "dtype", "bandwidth_mb_s", "beta", "budget_share", "variant", "exact", "peak_ratio",
                        "predicted_overhead", "overhead", "moved", "recomputed", "checkpointed"),
+    "memory_spike": ("model", "dtype", "length_factor", "demand_over_limit", "plain_survived", "managed_survived", "exact",
+                     "replays", "op_retries", "stall_seconds"),
     "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
     "modalities": ("modality", "variant", "seed", "test_loss", "accuracy", "best_alone", "step_ms", "step_time_over_residual"),
     "precision": ("variant", "dtype", "dim", "threads", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "fp32_over", "loss"),
     "convert": ("variant", "seed", "trainable", "lr", "val_loss_before", "val_loss", "step_ms", "collapse", "gain_backward"),
     "lora": ("case", "kind", "seed", "order", "caught_step", "measure", "layer", "shown_step", "shown_by", "val_loss",
              "val_loss_bound"),
+    "policies": ("trace", "link_mb_s", "budget", "mode", "policy", "variant", "time_s", "stall_s", "overhead_percent",
+                 "bytes_out", "bytes_in", "recomputed_s"),
     "lora_summary": ("group", "runs", "alarms", "earlier", "same", "later", "missed", "shown"),
 }  # fmt: skip
-LEFT = ("variant", "compared", "dtype", "modality", "model")
+LEFT = ("variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy")
 
 
 def show(report: Report, console: Console | None = None) -> None:

@@ -11,9 +11,10 @@ the waiting, so that β can be set on any machine.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,20 +25,22 @@ from torch import Tensor, nn
 from laneway.bench.rows import Report, Row
 from laneway.bench.stats import parts, quartiles
 from laneway.bench.threads import using_threads
+from laneway.bench.tiered_meter import Without
 from laneway.bench.tiered_models import MODELS, Size
 from laneway.bench.tiered_peers import PEERS
 from laneway.bench.timer import Samples, interleave, ratio
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, LanewayError, choice, positive_int
 from laneway.memory.clock import ComputeClock
 from laneway.memory.config import MemoryConfig
 from laneway.memory.counting import CountingAllocator
 from laneway.memory.manage import make_tier
 from laneway.memory.manager import MemoryManager
-from laneway.memory.meter import device_meter
 from laneway.memory.residency import Choice
 from laneway.memory.simulated import SimulatedTier
+from laneway.memory.survive import Survivor
 from laneway.memory.tier import Tier
 
+LIMIT = 1.15
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
 
@@ -54,6 +57,7 @@ class MemoryOptions:
         virtual: bandwidths of simulated tiers, in MB/s.
         folder: of the disk tier's file.
         seconds: time budget of the rounds of a model and dtype.
+        spikes: steps of so many times the length under a hard limit of ``LIMIT`` × plain training's peak; up to 4.
         size: of the network.
     """
 
@@ -64,6 +68,7 @@ class MemoryOptions:
     virtual: tuple[float, ...] = (200.0,)
     folder: str = ""
     seconds: float = 120.0
+    spikes: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0)
     size: Size = field(default_factory=Size)
 
     def check(self) -> None:
@@ -80,6 +85,9 @@ class MemoryOptions:
         for bandwidth in self.virtual:
             if not bandwidth > 0:
                 raise InputError("virtual", bandwidth, "MB/s > 0")
+        for factor in self.spikes:
+            if not 0 < factor <= 4:
+                raise InputError("spikes", factor, "lengths as multiples, above 0 and at most 4")
         positive_int("seconds", int(self.seconds))
 
 
@@ -87,7 +95,7 @@ def quick(options: MemoryOptions) -> MemoryOptions:
     """At most a minute on two cores: a smaller network, one model, one budget."""
     size = Size(layers=6, dim=192, heads=6, vocabulary=1024, length=128, batch=8)
     first = {"models": options.models[:1], "dtype": options.dtype[:1], "budgets": options.budgets[:1]}
-    return replace(options, **first, peers=("checkpoint",), seconds=6.0, size=size)
+    return replace(options, **first, peers=("checkpoint",), spikes=(2.0,), seconds=6.0, size=size)
 
 
 def run(options: MemoryOptions, progress: Callable[[str], None] = lambda line: None) -> Report:
@@ -95,6 +103,7 @@ def run(options: MemoryOptions, progress: Callable[[str], None] = lambda line: N
     allocator = CountingAllocator.installed() or CountingAllocator.install(caching=True)
     rows: list[Row] = []
     virtual: list[Row] = []
+    spikes: list[Row] = []
     summary: dict[str, Any] = {}
     with using_threads(1):
         for name in options.models:
@@ -104,8 +113,9 @@ def run(options: MemoryOptions, progress: Callable[[str], None] = lambda line: N
                     found = bench.rows(progress)
                     rows += found
                     virtual += bench.virtual_rows(progress)
+                    spikes += bench.spike_rows(progress)
                     summary[f"{name} {dtype}"] = _summary(found)
-    return Report("memory", {"memory": rows, "memory_virtual": virtual}, summary)
+    return Report("memory", {"memory": rows, "memory_virtual": virtual, "memory_spike": spikes}, summary)
 
 
 @dataclass
@@ -207,7 +217,7 @@ class _Bench:
         config = MemoryConfig(budget=str(int(share * self.plain_peak)), folder=self.options.folder, collective_reservation=0.0)
         tier = make_tier(config, CPU)
         self.tiers.append(tier)
-        manager = MemoryManager(self.model, config, tier, _Without(self.allocator, self), CPU)
+        manager = MemoryManager(self.model, config, tier, Without(lambda: sum(tensor.nbytes for tensor in self.wanted)), CPU)
         return _Variant(f"managed {share:g}", share, lambda: manager, manager)
 
     def _stepped(self, variant: _Variant) -> None:
@@ -271,7 +281,15 @@ class _Bench:
         clock = ComputeClock()
         tier = SimulatedTier(clock, 1 << 40, bandwidth * 1e6, bandwidth * 1e6, latency=1e-4, copying=clock.aside)
         config = MemoryConfig(budget=str(int(share * self.plain_peak)), collective_reservation=0.0)
-        manager = MemoryManager(self.model, config, tier, _Without(self.allocator, self), CPU, clock=clock, recompute=recompute)
+        manager = MemoryManager(
+            self.model,
+            config,
+            tier,
+            Without(lambda: sum(tensor.nbytes for tensor in self.wanted)),
+            CPU,
+            clock=clock,
+            recompute=recompute,
+        )
         variant = _Variant("virtual", share, lambda: manager, manager)
         self.wanted = self._gradients()
         exact = self._exact(variant)
@@ -294,27 +312,73 @@ class _Bench:
             "moved": plan.count(Choice.MOVE)[0], "recomputed": plan.count(Choice.RECOMPUTE)[0], "checkpointed": len(plan.blocks),
         }  # fmt: skip
 
+    # -- under a hard limit
 
-class _Without:
-    """The allocator's meter without the benchmark's own tensors."""
+    def spike_rows(self, progress: Callable[[str], None]) -> list[Row]:
+        """Steps that need more than there is, after a few ordinary ones: the allocator refuses what goes over the limit."""
+        limit, found = int(LIMIT * self.plain_peak), []
+        usual = self.tokens
+        for factor in self.options.spikes:
+            longer = torch.randint(0, self.options.size.vocabulary, (len(usual), int(factor * self.options.size.length) + 1))
+            row = self._spiked(usual, longer, limit)
+            found.append({"model": self.name, "dtype": self.dtype, "limit_share": LIMIT, "length_factor": factor, **row})
+            progress(f"  length × {factor:g}: demand {row['demand_over_limit']:.2f} of the limit, plain {row['plain_survived']}, "
+                     f"managed {row['managed_survived']}, exact {row['exact']}, replays {row['replays']}")  # fmt: skip
+        self.tokens = usual
+        return found
 
-    def __init__(self, allocator: CountingAllocator, bench: _Bench) -> None:
-        self.meter, self.bench = device_meter(CPU), bench
+    def _spiked(self, usual: Tensor, longer: Tensor, limit: int) -> Row:
+        self.tokens, self.wanted = longer, []
+        peak = self._peak(lambda: self._gradients())
+        row: Row = {"demand_over_limit": peak / limit}
+        wanted = self._gradients()
+        self.wanted = wanted  # kept on the device by the benchmark: not counted
+        with self._limited(limit):
+            row["plain_survived"] = int(self._came_through(self.backward))
+        config = MemoryConfig(budget=str(limit), folder=self.options.folder, collective_reservation=0.0)
+        tier = make_tier(config, CPU, budget=limit)
+        manager = MemoryManager(self.model, config, tier, Without(lambda: sum(tensor.nbytes for tensor in self.wanted)), CPU)
+        survivor = Survivor(manager, self.model, device=CPU)
+        with self._limited(limit), manager:
+            self.tokens = usual
+            for _ in range(3):
+                survivor.attempt(self._loss)
+                self.optimizer.zero_grad(set_to_none=True)
+            self.tokens = longer
+            row["managed_survived"] = int(self._came_through(lambda: survivor.attempt(self._loss)))
+            manager.end_pass()
+        found = [p.grad for p in self.model.parameters() if p.grad is not None]
+        row["exact"] = int(len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)))
+        row |= {"replays": survivor.counts["replay"], "op_retries": survivor.counts["op_retry"]}
+        row["stall_seconds"] = manager.passes[-1].account.stall if manager.passes else None
+        self.optimizer.zero_grad(set_to_none=True)
+        tier.close()
+        self.wanted = []
+        return row
 
-    def live(self) -> int:
-        return self.meter.live() - self._own()
+    def _loss(self) -> Tensor:
+        self.backward()
+        return torch.zeros(())
 
-    def peak(self) -> int:
-        return self.meter.peak() - self._own()
+    @contextmanager
+    def _limited(self, limit: int) -> Generator[None]:
+        self.allocator.limit(limit + sum(tensor.nbytes for tensor in self.wanted))
+        try:
+            yield
+        finally:
+            self.allocator.limit(None)
 
-    def reset_peak(self) -> None:
-        self.meter.reset_peak()
-
-    def capacity(self) -> int:
-        return self.meter.capacity()
-
-    def _own(self) -> int:
-        return sum(tensor.nbytes for tensor in self.bench.wanted)
+    def _came_through(self, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except (torch.OutOfMemoryError, LanewayError):
+            came = False
+        else:
+            came = True
+        if not came:
+            gc.collect()
+            self.optimizer.zero_grad(set_to_none=True)
+        return came
 
 
 def _summary(rows: list[Row]) -> dict[str, Any]:

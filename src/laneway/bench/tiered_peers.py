@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +85,8 @@ class _WaitingFile:
         return found
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class _Files:
@@ -109,7 +110,7 @@ def _through(keeper: _WaitingFile | _Files) -> Generator[None]:
 
 
 @contextmanager
-def _each_block(model: nn.Module, options: dict[str, object]) -> Generator[None]:
+def _each_block(model: nn.Module, options: dict[str, Any]) -> Generator[None]:
     blocks = list(model.blocks)  # type: ignore[arg-type]
     plain = [block.forward for block in blocks]
     for block, forward in zip(blocks, plain, strict=True):

@@ -119,7 +119,8 @@ def _memory(
     Args:
         quick: at most 60 s on 2 cores: a smaller network, one model, one budget, one peer.
         json: one JSON object on stdout.
-        save: append the rows to DIR/memory.csv and memory_virtual.csv; without DIR to benchmarks/results of the source checkout.
+        save: append the rows to DIR/memory.csv, memory_virtual.csv and memory_spike.csv; without DIR to benchmarks/results of the
+            source checkout.
         models: gpt and / or llama.
         dtype: fp32 and / or bf16 (autocast).
         budgets: as parts of plain training's peak.
@@ -351,6 +352,27 @@ def _step(
     return _job(step, options, quick, json, save)
 
 
+def _policies(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    traces: str = "",
+    record: Annotated[bool, Flag] = False,
+) -> _Job:
+    """Eviction policies on recorded training steps in a simulated device, and whether they reach their targets.
+
+    Args:
+        quick: at most 60 s on 2 cores: one link and one budget.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/policies.csv; without DIR to benchmarks/results of the source checkout.
+        traces: folder of the traces; benchmarks/traces of the source checkout by default.
+        record: record the traces first, into that folder; takes minutes, one thread.
+    """
+    from laneway.bench import policies
+
+    return _job(policies, policies.PolicyOptions(traces=traces, record=record), quick, json, save)
+
+
 COMMANDS = {
     "layer": _layer,
     "step": _step,
@@ -361,4 +383,5 @@ COMMANDS = {
     "hf": _hf,
     "lora": _lora,
     "convert": _convert,
+    "policies": _policies,
 }

@@ -195,6 +195,7 @@ class Activations:
             entry = self.known.get(tensor)
             if entry is not None and entry.users and entry.body.version == version_of(tensor):
                 entry.users += 1
+                entry.touched = self.books.event
                 self.extra_bytes += tensor.untyped_storage().nbytes()
                 if self.observer is not None:
                     self.observer("again", entry)

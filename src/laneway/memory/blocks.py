@@ -83,7 +83,7 @@ class PlainMemory:
         self.trim(0)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slab:
     tensor: Tensor
     offsets: OffsetAllocator = field(init=False)

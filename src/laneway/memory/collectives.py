@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,14 +34,13 @@ class InFlight:
 
     def watch(self, model: DistributedDataParallel) -> None:
         """Count the gradient reductions of ``model``, each from its begin to its end; they are DDP's own all-reduce."""
-        model.register_comm_hook(model.process_group, self._hook)
 
-    def _hook(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        self.begin()
-        reduced = allreduce_hook(group, bucket)
+        def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations as types, so none as text
+            self.begin()
+            return allreduce_hook(group, bucket).then(self._ended)
 
-        def ended(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            self.end()
-            return future.value()
+        model.register_comm_hook(model.process_group, hook)
 
-        return reduced.then(ended)
+    def _ended(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        self.end()
+        return future.value()

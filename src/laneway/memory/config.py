@@ -29,6 +29,7 @@ POLICIES = ("cost_aware", "lru", "fifo")
 TIERS = ("auto", "host", "disk")
 SOLVERS = ("greedy", "milp")
 OPTIMIZER_STATES = ("device", "streamed")
+SWITCH = ("true", "false")
 
 VARIABLES = {
     "budget": "MHC_MEMORY_BUDGET",
@@ -42,6 +43,7 @@ VARIABLES = {
     "solver": "MHC_PLAN_SOLVER",
     "min_bytes": "MHC_MIN_SWAP_BYTES",
     "optimizer_state": "MHC_OPTIMIZER_STATE",
+    "replay": "MHC_REPLAY",
 }
 
 
@@ -49,8 +51,8 @@ VARIABLES = {
 class MemoryConfig:
     """What may lie where, and how much may move. With the budget at its default, off, nothing is managed."""
 
-    budget: str = ""
-    """Device memory to stay within: empty (off) | auto (82 % of the capacity) | bytes, such as 1.5GiB, 800MB or 1073741824."""
+    budget: str | int = ""
+    """Device memory to stay within: empty (off) | auto (82 % of the capacity) | bytes, such as 1.5GiB, 800MB or an integer."""
     policy: str = "cost_aware"
     """Who is moved out first: cost_aware | lru | fifo"""
     tier: str = "auto"
@@ -71,6 +73,9 @@ class MemoryConfig:
     """Smaller tensors are never moved."""
     optimizer_state: str = "device"
     """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
+    replay: bool = True
+    """Run a micro-batch that ran out of memory again, with a smaller budget. Under DDP gradients are then reduced after the last
+    backward pass, when all ranks have agreed, and not during it."""
 
     def problems(self, prefix: str = "memory") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
@@ -90,6 +95,7 @@ class MemoryConfig:
             lambda: choice(name("solver"), self.solver, SOLVERS),
             lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
             lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
+            lambda: choice(name("replay"), str(self.replay).lower(), SWITCH),
         ]
         return collect(checks)
 
@@ -153,8 +159,6 @@ def resolve(
             close = nearest(name, known)
             accepted = "one of the fields " + ", ".join(known)
             raise InputError(f"memory.{name}", given[name], accepted, close and f"did you mean {close!r}?")
-    if isinstance(given.get("budget"), int):
-        given["budget"] = str(given["budget"])
     config = MemoryConfig(**given)
     config.check()
     return config
@@ -174,6 +178,8 @@ def _from_text(field: str, text: str) -> Any:
         value = int(text)
     elif field in ("max_bytes_per_second", "min_bytes"):
         value = parse_bytes(variable, text)
+    elif field == "replay":
+        value = choice(variable, text.lower(), SWITCH) == "true"
     for problem in MemoryConfig(**{field: value}).problems():
         raise InputError(variable, text, problem.accepted, problem.hint)
     return value

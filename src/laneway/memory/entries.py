@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -38,13 +38,14 @@ class Entry:
         users: how many saved tensors refer to it.
         needs, needed_by: entries that its recomputation reads; how many dropped entries read this one.
         seconds: what its recomputation takes, as far as known.
+        touched: the event at which it was saved, or saved again, last.
         lingers: its bytes have left, but whoever computes on still holds the original.
         body: what the engine needs to find the bytes; None in a simulation.
     """
 
     __slots__ = (
         "body", "choice", "failure", "index", "lingers", "nbytes", "needed_by", "needs", "seconds", "slot", "state",
-        "transfer", "used", "users",
+        "touched", "transfer", "used", "users",
     )  # fmt: skip
 
     def __init__(self, index: int, nbytes: int, body: Any = None) -> None:
@@ -54,6 +55,7 @@ class Entry:
         self.slot: Slot | None = None
         self.transfer: Transfer | None = None
         self.used = self.lingers = False
+        self.touched = 0
         self.failure: BaseException | None = None
 
     needs: tuple[Entry, ...]
@@ -86,8 +88,8 @@ class Schedule:
         held: for each entry the event until which others hold its storage: before that, its leaving frees nothing.
         prefetch: bring entries back before they are asked for, as far as the allowance goes.
         pending: most bytes that may be leaving at a time; more wait.
-        victims: where ``choices`` leave more than the allowance: whom to send out, given the resident entries not used yet
-            (a policy); None: nobody.
+        victims: where ``choices`` leave more than the allowance: whom to send out, best first, given the resident entries not
+            used yet and the bytes wanted (a policy); None: nobody.
     """
 
     choices: Sequence[Choice] = ()
@@ -96,7 +98,7 @@ class Schedule:
     held: Sequence[int] = ()
     prefetch: bool = True
     pending: float = float("inf")
-    victims: Callable[[list[Entry]], Entry] | None = None
+    victims: Callable[[list[Entry], float], Iterable[Entry]] | None = None
 
     def choice(self, index: int) -> Choice:
         """What to do with the entry of this index."""

@@ -41,7 +41,7 @@ class View:
     def of(cls, tensor: Tensor) -> View:
         """The view that ``tensor`` is."""
         return cls(
-            tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+            tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
         )  # fmt: skip
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
@@ -59,6 +59,7 @@ def plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and tensor.device.type != "meta"
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 
 
@@ -100,6 +101,8 @@ def _parts(tensor: Tensor) -> Iterable[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from _parts(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):
+                yield from _parts(part)
     elif tensor.layout is torch.strided and tensor.device.type != "meta":
         yield tensor

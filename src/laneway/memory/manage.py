@@ -19,6 +19,7 @@ from laneway.memory.disk import DiskTier
 from laneway.memory.host import HostTier
 from laneway.memory.manager import MemoryManager, device_of
 from laneway.memory.meter import Meter, device_meter, host_capacity
+from laneway.memory.optimizer_state import StreamedOptimizerState
 from laneway.memory.throttle import Throttle
 from laneway.memory.tier import Tier
 
@@ -81,8 +82,6 @@ def manage_memory(
     if config.optimizer_state == "streamed":
         if optimizer is None:
             raise InputError("optimizer", None, "the optimizer whose state is to be streamed")
-        from laneway.memory.optimizer_state import StreamedOptimizerState
-
         manager.optimizer_state = StreamedOptimizerState(optimizer, tier)
     return manager
 

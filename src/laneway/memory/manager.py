@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from laneway.core import LanewayError
 from laneway.memory.activations import Activations
@@ -22,6 +23,7 @@ from laneway.memory.clock import Clock, WallClock
 from laneway.memory.config import MemoryConfig
 from laneway.memory.extents import Known, storages
 from laneway.memory.meter import Meter
+from laneway.memory.online import victims
 from laneway.memory.plan import Plan, make_plan
 from laneway.memory.predict import Forecaster, Signature
 from laneway.memory.profile import PassProfile
@@ -109,6 +111,7 @@ class MemoryManager:
         self._began = 0.0
         self._strayed = False
         self._predicted: float | None = None
+        self._gathered: list[Any] = []
         self._hooks: Any = None
         self._root: Any = None
 
@@ -118,13 +121,15 @@ class MemoryManager:
         if self._root is not None:
             raise LanewayError("the memory manager is on already")
         self._root = self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._gathered = [m.register_forward_pre_hook(self._own_parameters) for m in self._sharded_modules()]
         self._hooks = self.activations.hooks()
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
-        self._root.remove()
+        for hook in (self._root, *self._gathered):
+            hook.remove()
         self.end_pass()
         self._hooks = self._root = None
 
@@ -139,6 +144,17 @@ class MemoryManager:
         """Within, tensors are saved as if there were no manager."""
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
             yield
+
+    def _sharded_modules(self) -> list[nn.Module]:
+        """Modules with parameters that FSDP2 gathers for their forward pass: only then it is known where they lie."""
+        if not any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            return []
+        return [module for module in self.model.modules() if any(p is not None for p in module._parameters.values())]
+
+    def _own_parameters(self, module: nn.Module, args: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                self._owned.put(parameter, True)
 
     # -- passes
 
@@ -265,7 +281,9 @@ class MemoryManager:
         def allowance() -> float:
             return budget - (self.meter.live() - self.activations.books.resident) - headroom
 
-        return Schedule(allowance=allowance, victims=_first_saved)
+        began = self._began
+        chosen = victims(self.config.policy, self.activations.books, lambda: self.clock.now() - began, self.tier.bandwidth())
+        return Schedule(allowance=allowance, victims=chosen)
 
     def _headroom(self, signature: Signature) -> float:
         """Bytes to keep free for what a pass makes beside what it saves: as in the passes seen, by tokens."""
@@ -290,10 +308,6 @@ class MemoryManager:
         if self.device.type == "cpu":
             return lambda: None
         return lambda: torch.accelerator.synchronize(self.device)
-
-
-def _first_saved(idle: list[Entry]) -> Entry:
-    return min(idle, key=lambda entry: entry.index)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -146,9 +146,9 @@ class PassProfile:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PassProfile:
         """Undo of ``to_dict``."""
-        entries = [EntryProfile(**{**entry, "needs": tuple(entry["needs"])}) for entry in data["entries"]]
+        entries = [replace(EntryProfile(**entry), needs=tuple(entry["needs"])) for entry in data["entries"]]
         events = [Event(**event) for event in data["events"]]
-        blocks = [BlockProfile(**{**block, "inputs": tuple(block["inputs"])}) for block in data["blocks"]]
+        blocks = [replace(BlockProfile(**block), inputs=tuple(block["inputs"])) for block in data["blocks"]]
         return cls(entries, events, blocks, data["static"], data["tail"])
 
     def _change(self, event: Event) -> int:

@@ -1,229 +1,118 @@
-"""What a micro-batch may change, put back as it was before it: gradients, buffers, generators."""
+"""The simulated device: a trace under a byte budget, with a policy and a link, on a deterministic virtual clock.
+
+Every transfer, wait and recomputation takes virtual time; nothing else does. An entry is in fast memory, on its way, in slow
+memory or dropped. An eviction keeps its bytes until the slow memory has them; a dropped entry gives them back at once and is
+computed again, out of its inputs, at its next use. What is checked at every event: never more bytes than the budget, no read of
+what is not there or not written yet, no use after the free.
+
+On demand only, an entry is brought in when it is used. With a prefetch window, what is expected within it is brought in while the
+link is idle, in the order of its expected use, and only at the cost of entries expected later. With write-behind, the idle link
+copies entries that would go next, so that their eviction is free.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from laneway.core import LanewayError
-from laneway.memory.extents import View, plain
-from laneway.memory.retry import RngState
-from laneway.memory.tier import Slot, Tier, TierFullError
-
-SMALL = 1 << 20  # bytes of a buffer that is copied before every micro-batch; larger ones only once they were seen to change
-PARK_FROM = 64 << 10  # bytes of a gradient that is worth moving
+from laneway.core import InputError, LanewayError, choice
+from laneway.memory.device import Counters, Device, Options
+from laneway.memory.link import Link
+from laneway.memory.policies import POLICIES, VARIANTS, Policy
+from laneway.memory.trace import Trace
 
 
-class Buffers:
-    """A model's buffers, to be put back.
+@dataclass(frozen=True)
+class Outcome:
+    """What a replay cost, over the steps that are counted."""
 
-    Batch normalisation writes its statistics without raising the tensors' version counter, so that buffers of up to ``SMALL``
-    bytes are copied every time. Larger ones (tables, mostly) are copied from the second micro-batch on that raises their
-    version. State that is no buffer is not put back.
+    seconds: float
+    """Virtual time: compute + stall + recompute."""
+    compute_seconds: float
+    stall_seconds: float
+    """Waiting for the link."""
+    recompute_seconds: float
+    bytes_out: int
+    bytes_in: int
+    evictions: int
+    recomputations: int
+    peak_bytes: int
+    """Most bytes in fast memory at once, managed or not, over all steps."""
+    variant: str = ""
+    """Which of its variants the policy chose."""
+
+    @property
+    def overhead(self) -> float:
+        """Time over that of the compute alone, minus one."""
+        return (self.stall_seconds + self.recompute_seconds) / self.compute_seconds if self.compute_seconds else 0.0
+
+
+def replay(
+    trace: Trace,
+    budget: int,
+    policy: str | Policy,
+    link: Link,
+    *,
+    prefetch: float = 0.0,
+    write_behind: bool = False,
+    warmup: int = 0,
+) -> Outcome:
+    """Replay ``trace`` within ``budget`` bytes.
+
+    Args:
+        trace: the events.
+        budget: bytes of fast memory, for entries and other bytes together.
+        policy: name of a policy, or one.
+        link: to the slow memory, which has room for everything.
+        prefetch: window in seconds of compute; 0 brings in on demand only.
+        write_behind: copy out what would go next while the link is idle.
+        warmup: steps that are not counted. A policy with variants (``VARIANTS``) tries each of them, at their end, on the steps
+            seen so far and goes on with the fastest; with no warm-up it keeps to its first.
+
+    Raises:
+        LanewayError: an operation does not fit into the budget.
+        InputError: an argument is out of range.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._changing: set[str] = set()
-        self._copies: dict[str, Tensor] = {}
-        self._seen: dict[str, tuple[Tensor, int]] = {}
-
-    def take(self) -> None:
-        """Note them all. Allocates the first time; where that fails nothing has happened, and it can be called again."""
-        found = dict(self.model.named_buffers())
-        for name, buffer in found.items():
-            if _size(buffer) > SMALL and name not in self._changing:
-                continue
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype or copy.device != buffer.device:
-                self._copies[name] = buffer.detach().clone()
-            else:
-                copy.copy_(buffer.detach())
-        self._seen = {name: (buffer, _version(buffer)) for name, buffer in found.items()}
-
-    def passed(self) -> None:
-        """The micro-batch went through: see which large ones it changed."""
-        for name, buffer in self.model.named_buffers():
-            if _size(buffer) > SMALL and self._changed(name, buffer):
-                self._changing.add(name)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put them back, replaced tensors too.
-
-        Raises:
-            LanewayError: a large buffer changed for the first time: there is no copy.
-        """
-        for name, (buffer, _) in self._seen.items():
-            module, leaf = self._place(name)
-            copied = name in self._copies and (_size(buffer) <= SMALL or name in self._changing)
-            now = module._buffers.get(leaf)
-            if not copied and (now is not buffer or self._changed(name, buffer)):
-                raise LanewayError(
-                    f"out of memory, and the micro-batch can't be repeated: it changed the buffer {name!r} "
-                    f"of {_size(buffer)} bytes"
-                )
-            module._buffers[leaf] = buffer
-            if copied:
-                buffer.copy_(self._copies[name])
-
-    def _changed(self, name: str, buffer: Tensor) -> bool:
-        seen = self._seen.get(name)
-        return seen is None or seen[0] is not buffer or seen[1] != _version(buffer)
-
-    def _place(self, name: str) -> tuple[nn.Module, str]:
-        parent, _, leaf = name.rpartition(".")
-        return self.model.get_submodule(parent), leaf
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+        raise InputError("budget", budget, "bytes ≥ 1")
+    if not 0 <= prefetch < float("inf"):
+        raise InputError("prefetch", prefetch, "seconds ≥ 0")
+    if warmup not in range(len(trace.steps)):
+        raise InputError("warmup", warmup, f"steps from 0 to {len(trace.steps) - 1}")
+    variants = _variants(policy)
+    name, current = next(iter(variants.items()))
+    device = Device(trace, Options(budget, link, prefetch, write_behind), current)
+    for step in range(warmup):
+        device.run_step(step)
+    if warmup and len(variants) > 1:
+        name = _rehearse(trace.until(warmup), variants, device.options, warmup - max(1, warmup // 3))
+        device.policy = variants[name]
+    before = device.counted()
+    for step in range(warmup, len(trace.steps)):
+        device.run_step(step)
+    return _outcome(before, device.counted(), device.peak, name if len(variants) > 1 else "")
 
 
-class Accumulated:
-    """The gradients that earlier micro-batches left, set aside while another one runs.
-
-    The micro-batch finds no gradients and makes its own; afterwards they are added to the ones set aside, in place, which is the
-    addition that autograd would have made: the same bits, as long as the micro-batch calls ``backward`` once. Setting aside and
-    adding cost nothing that accumulating would not; a copy of the gradients before every micro-batch would move all their bytes
-    every time. In exchange the old and the new gradients are there together at the end of the backward pass, when the saved
-    tensors are gone: the peak grows only where those are smaller than the gradients.
-
-    After a failure, ``park`` moves what is set aside off the device until it is added, so that the next try has that much more
-    room. Gradients are those of plain parameters; a hook that takes gradients away as they come must be undone by its owner.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self._held: list[tuple[nn.Parameter, Tensor | _Away]] = [(p, p.grad) for p in self.parameters if p.grad is not None]
-        self._added = False
-        self.drop_new()
-
-    def drop_new(self) -> None:
-        """Discard what the micro-batch has made so far."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def park(self, tier: Tier | None) -> int:
-        """Move what is set aside to ``tier``, else to the host's memory; it stays where that is the device or has no room.
-
-        Returns:
-            Bytes that left the device.
-        """
-        moved = 0
-        for at, (parameter, held) in enumerate(self._held):
-            if isinstance(held, Tensor) and _size(held) >= PARK_FROM and plain(held) and _whole(held):
-                away = _Away.of(held, tier)
-                if away is not None:
-                    self._held[at] = parameter, away
-                    moved += away.nbytes
-        return moved
-
-    @torch.no_grad()
-    def add_new(self) -> None:
-        """Add the micro-batch's gradients to those set aside. Where it raises, what is left can be added by another call."""
-        while self._held:
-            parameter, held = self._held[-1]
-            if isinstance(held, _Away):
-                held = held.back()
-                self._held[-1] = parameter, held
-            new = parameter.grad
-            if new is not None:
-                held = new + held if held.is_sparse and not new.is_sparse else held.add_(new)
-            parameter.grad = held
-            self._held.pop()
-            self._added = True
-
-    def put_back(self) -> None:
-        """As if the micro-batch had not been begun; where it was added in part already, no gradient is left."""
-        self.drop_new()
-        if not self._added:
-            self.add_new()
+def _variants(policy: str | Policy) -> dict[str, Policy]:
+    if not isinstance(policy, str):
+        return {"": policy}
+    choice("policy", policy, POLICIES)
+    return VARIANTS.get(policy, {"": POLICIES[policy]})
 
 
-@dataclass
-class _Away:
-    """A gradient off the device."""
-
-    view: View
-    nbytes: int
-    device: torch.device
-    tier: Tier | None
-    slot: Slot | None
-    host: Tensor | None
-
-    @classmethod
-    def of(cls, gradient: Tensor, tier: Tier | None) -> _Away | None:
-        """Move ``gradient``; None where there is no room for it."""
-        view, storage = View.of(gradient), gradient.untyped_storage()
-        if tier is not None:
-            try:
-                slot = tier.allocate(storage.nbytes())
-            except TierFullError:
-                slot = None
-            if slot is not None:
-                try:
-                    _finish(tier, lambda ended: tier.write(slot, storage, ended).wait())
-                except (LanewayError, OSError):
-                    tier.release(slot)
-                    return None
-                return cls(view, storage.nbytes(), gradient.device, tier, slot, None)
-        if gradient.device.type == "cpu":
-            return None
-        return cls(view, storage.nbytes(), gradient.device, None, None, gradient.cpu())
-
-    def back(self) -> Tensor:
-        """On the device again. Where the room for it cannot be allocated, it is still away."""
-        storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
-        gradient = self.view.over(storage)
-        if self.host is not None:
-            gradient.copy_(self.host)
-            return gradient
-        tier, slot = self.tier, self.slot
-        assert tier is not None
-        assert slot is not None
-        _finish(tier, lambda ended: tier.read(slot, storage, ended, urgent=True).wait())
-        tier.release(slot)
-        return gradient
+def _rehearse(seen: Trace, variants: dict[str, Policy], options: Options, warmup: int) -> str:
+    """The variant that is fastest on the steps seen so far; of equally fast ones that which moves the fewest bytes."""
+    tried: dict[str, tuple[float, int]] = {}
+    for name, policy in variants.items():
+        settings: dict[str, Any] = {"prefetch": options.prefetch, "write_behind": options.write_behind}
+        try:
+            found = replay(seen, options.budget, policy, options.link, warmup=warmup, **settings)
+        except LanewayError:
+            continue
+        tried[name] = (found.seconds, found.bytes_in + found.bytes_out)
+    return min(tried, key=tried.__getitem__) if tried else next(iter(variants))
 
 
-def _finish(tier: Tier, start: Callable[[Callable[[BaseException | None], None]], object]) -> None:
-    """Run a transfer to its end."""
-    errors: list[BaseException | None] = []
-    start(errors.append)
-    if errors and errors[0] is not None:
-        raise LanewayError(f"{tier.name} tier: a gradient could not be moved: {errors[0]}") from errors[0]
-
-
-class Before:
-    """The generators and buffers as a micro-batch finds them."""
-
-    def __init__(self, buffers: Buffers, device: torch.device, generators: Iterable[torch.Generator]) -> None:
-        self.buffers, self.device, self.generators = buffers, device, list(generators)
-        self._random: RngState | None = None
-
-    def take_or_restore(self) -> None:
-        """The first time, note them; afterwards, put them back. May run out of memory the first time only."""
-        if self._random is None:
-            self.buffers.take()
-            self._random = RngState(self.device, self.generators)
-            return
-        self.restore()
-
-    def restore(self) -> None:
-        """Put them back, if they were noted."""
-        if self._random is not None:
-            self.buffers.restore()
-            self._random.restore()
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _whole(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage, and no part of a bucket."""
-    return tensor.untyped_storage().nbytes() == _size(tensor)
+def _outcome(before: Counters, after: Counters, peak: int, variant: str) -> Outcome:
+    spent = {name: value - getattr(before, name) for name, value in asdict(after).items()}
+    return Outcome(**spent, peak_bytes=peak, variant=variant)

@@ -58,6 +58,7 @@ class Residency:
         with self._opened():
             self._next_event()
             self.entries.append(entry)
+            entry.touched = self.event
             self.account.saved += entry.nbytes
             self._arrive(entry.nbytes)
             entry.choice = self.schedule.choice(entry.index)
@@ -175,11 +176,9 @@ class Residency:
         allowed = self.schedule.allowed(self.event)
         victims = self.schedule.victims
         if victims is not None and self.resident - self.leaving_bytes > allowed:
-            idle = self._idle()
-            while idle and self.resident - self.leaving_bytes > allowed:
-                victim = victims(idle)
-                idle.remove(victim)
-                if not self._send(victim):
+            wanted = self.resident - self.leaving_bytes - allowed
+            for victim in victims(self._idle(), wanted):
+                if self.resident - self.leaving_bytes <= allowed or not self._send(victim):
                     break
         while self._leaving and (self.resident > allowed or self.leaving_bytes > self.schedule.pending):
             self.account.write_stall += self._wait_oldest()

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from laneway.core import InputError, choice, positive_int
 from laneway.memory.exact_step import step_exactly
 from laneway.memory.manager import MemoryManager
+from laneway.memory.micro_batch import Accumulated, Before, Buffers
 from laneway.memory.oom import Failure, free_caches, free_unused, out_of_memory
 from laneway.memory.refusal import cannot_repeat, does_not_fit, is_sharded, refuse_communication
-from laneway.memory.replay import Accumulated, Before, Buffers
 from laneway.memory.retry import RetryOps
 
 T = TypeVar("T")

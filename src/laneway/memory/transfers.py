@@ -143,10 +143,11 @@ class TransferQueue:
                 self._changed.wait(timeout=1.0)
         if transfer.stage is Stage.CANCELLED:
             raise LanewayError("a transfer that was cancelled can't be waited for")
+        noticed = transfer.noticed
         self.poll()
         if transfer.error is not None:
             raise transfer.error
-        return self.clock.now() - start
+        return 0.0 if noticed else self.clock.now() - start
 
     def cancel(self, transfer: QueuedTransfer) -> bool:
         """Take it out if it has not begun."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from laneway.memory.activations import Activations
@@ -117,7 +118,8 @@ class _Leaf:
         if output.untyped_storage().nbytes() < self.activations.min_bytes or output.device != self.activations.device:
             return
         keys = {key_of(given) for given in args if isinstance(given, Tensor) and plain(given)}
-        if key_of(output) in keys or (self.recorder is not None and self._before != _state(module, self.activations.device)):
+        changed = self.recorder is not None and self._before != _state(module, self.activations.device)
+        if changed or key_of(output) in keys or _keeps_statistics(module):
             return
         recipe = self.activations.recipe(self.name, module, args, output)
         if recipe is not None and self.recorder is not None:
@@ -148,6 +150,11 @@ def _state(module: nn.Module, device: torch.device) -> list[Any]:
     return found
 
 
+def _keeps_statistics(module: nn.Module) -> bool:
+    """Batch normalisation writes its statistics without raising the tensors' version."""
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats
+
+
 def _compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
@@ -176,5 +183,6 @@ class _Block:
             return
         began, self.began = self.began, None
         pure = isinstance(output, Tensor) or (isinstance(output, tuple) and all(isinstance(o, Tensor) for o in output))
+        pure = pure and not any(map(_keeps_statistics, module.modules()))
         pure = pure and self.buffers == [version_of(buffer) for buffer in module.buffers()]
         self.recorder.leave_block(self.number, began, usable=pure)

@@ -2,7 +2,8 @@
 
 runs.py     a run's files, curves and final figures      series.py   smoothing, thinning
 figures.py  which pictures                               scale.py    axes and ticks
-tables.py   which tables                                 chart.py, heatmap.py, svg.py, palette.py   drawing
+tables.py   which tables                                 chart.py, heatmap.py, lives.py, svg.py, palette.py   drawing
+memory.py, memory_figures.py   what the memory manager did
 page.py     the page itself, from templates/
 """
 

@@ -55,6 +55,8 @@ class Chart:
     """A level to compare with, drawn as a dotted line where it lies on the axis."""
     whole_x: bool = False
     """x counts things (sites): ticks at whole numbers only."""
+    fine_x: bool = False
+    """x measures something (time): read out with its decimals."""
 
     @property
     def drawable(self) -> bool:
@@ -109,7 +111,7 @@ def _tight(x: Scale, lines: list[Line]) -> Scale:
 def _plot_data(chart: Chart, x: Scale, y: Scale) -> dict[str, object]:
     """What the read-out script needs to turn pixels back into values."""
     ends = {name: [s.low, s.high, s.start, s.stop] for name, s in (("x", x), ("y", y))}
-    return {**ends, "log": y.log, "unit": chart.unit, "xTitle": chart.x_title}
+    return {**ends, "log": y.log, "unit": chart.unit, "xTitle": chart.x_title, "fineX": chart.fine_x}
 
 
 def _axes(chart: Chart, x: Scale, y: Scale, width: int, height: int) -> Markup:
@@ -174,14 +176,14 @@ def _mark(mark: Mark, x: Scale, y: Scale) -> Markup:
 
 def describe(chart: Chart) -> str:
     """One sentence a curve: where it begins, where it ends, its range."""
-    sentences = []
+    sentences, form = [], ".4g" if chart.fine_x else ".0f"
     for line in chart.lines:
         finite = np.flatnonzero(np.isfinite(line.curve.y))
         if line.kind == "faint" or not len(finite):
             continue
         x, y = line.curve.x[finite], line.curve.y[finite]
         sentences.append(
-            f"{line.label}: from {y[0]:.4g} at {chart.x_title} {x[0]:.0f} to {y[-1]:.4g} at {x[-1]:.0f}, "
+            f"{line.label}: from {y[0]:.4g} at {chart.x_title} {x[0]:{form}} to {y[-1]:.4g} at {x[-1]:{form}}, "
             f"between {y.min():.4g} and {y.max():.4g}."
         )
     return " ".join(sentences) or "Nothing to draw."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from markupsafe import Markup
@@ -22,6 +22,16 @@ RAW_UP_TO = 4
 MARKS_PER_RUN = 60
 
 
+@dataclass(frozen=True)
+class Key:
+    """One entry of a figure's legend that stands for no curve."""
+
+    label: str
+    colour: int
+    kind: str
+    dash: str = "none"
+
+
 @dataclass
 class Figure:
     """One drawing with its caption."""
@@ -30,8 +40,8 @@ class Figure:
     unit: str
     drawings: list[Markup]
     note: str = ""
-    keys: list[Line] = field(default_factory=list)
-    """Lines that the figure's own legend explains."""
+    keys: Sequence[Line | Key] = ()
+    """What the figure's own legend explains."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class Quantity:
     least_span: float = 0.0
     reference: float | None = None
     smooth: bool = False
+    binary: bool = False
+    """In bytes: drawn in KiB, MiB, …"""
     short: str = ""
     """Title where the quantity is drawn over depth."""
 
@@ -59,7 +71,17 @@ OPTIMISATION = (
 SPEED = (
     Quantity("tokens_per_s", "Throughput", "tokens/s", low=0.0, smooth=True),
     Quantity("step_ms", "Step time", "ms", low=0.0, smooth=True),
-    Quantity("peak_bytes", "Peak memory", low=0.0, log=False),
+    Quantity("peak_bytes", "Peak memory", low=0.0, log=False, binary=True),
+)
+ERROR = {"low": 0.0, "least_span": 0.01}
+MEMORY = (
+    Quantity("memory_peak_bytes", "Managed peak", low=0.0, log=False, binary=True),
+    Quantity("memory_peak_error", "Peak against prediction", "share", "above 0: more than predicted", log=False, **ERROR),
+    Quantity("memory_stall_seconds", "Stalls", "s", "the computation waited for transfers", low=0.0, log=False),
+    Quantity("memory_recompute_seconds", "Recomputation", "s", low=0.0, log=False),
+    Quantity("memory_bytes_out", "Moved out", low=0.0, log=False, binary=True),
+    Quantity("memory_bytes_in", "Moved back", low=0.0, log=False, binary=True),
+    Quantity("memory_misses", "Misses", "", "asked for before they were on their way back", low=0.0, log=False, least_span=1.0),
 )
 GAIN = {"low": 1.0, "least_span": 0.1, "reference": 1.0}
 FORWARD = "largest amplification of the streams over all sites; dotted: 1"
@@ -139,7 +161,7 @@ def scalar_figures(runs: list[Run], quantities: tuple[Quantity, ...]) -> Iterato
     """One chart a quantity with a curve a run; quantities that no run recorded are left out."""
     for quantity in quantities:
         curves = [run.curve(quantity.key) for run in runs]
-        if quantity.key == "peak_bytes":
+        if quantity.binary:
             quantity, curves = _in_binary_units(quantity, curves)
         lines = []
         for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):

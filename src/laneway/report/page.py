@@ -16,8 +16,9 @@ from markupsafe import Markup
 
 from laneway import __version__
 from laneway.core import InputError, LanewayError
-from laneway.report import figures, palette, tables
+from laneway.report import figures, memory_figures, palette, tables
 from laneway.report.figures import Figure
+from laneway.report.memory_figures import Table
 from laneway.report.numbers import moment
 from laneway.report.runs import Run, flatten, load_runs
 from laneway.rundir import replace_file
@@ -25,12 +26,13 @@ from laneway.rundir import replace_file
 
 @dataclass
 class Section:
-    """A heading with figures, and lines of text where there is something to say."""
+    """A heading with figures and tables, and lines of text where there is something to say."""
 
     id: str
     title: str
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
     large: bool = False
 
 
@@ -71,7 +73,7 @@ def render(runs: list[Run]) -> str:
         script_hash=_csp_hash(script),
         style_hash=_csp_hash(style),
         legend=[(tables.printable(run.name), *palette.run_style(i)) for i, run in enumerate(runs)] if len(runs) > 1 else [],
-        sections=[section for section in _sections(runs) if section.figures or section.notes],
+        sections=[section for section in _sections(runs) if section.figures or section.notes or section.tables],
         **_tables(runs),
     )
 
@@ -83,10 +85,14 @@ def _sections(runs: list[Run]) -> list[Section]:
         for run in runs
         if run.rows and not run.has_streams
     ]
+    damaged = [f"{run.name}: no memory shown; {tables.printable(run.memory_fault)}." for run in runs if run.memory_fault]
     return [
         Section("loss", "Loss", list(figures.loss_figures(runs)), empty, large=True),
         Section("optimisation", "Optimisation", list(figures.scalar_figures(runs, figures.OPTIMISATION))),
         Section("speed", "Speed and memory", list(figures.scalar_figures(runs, figures.SPEED))),
+        Section("memory", "Memory", list(memory_figures.plan_figures(runs)), damaged, memory_figures.tables(runs), large=True),
+        Section("memory-passes", "Memory over passes", list(memory_figures.pass_figures(runs))),
+        Section("memory-steps", "Memory over steps", list(figures.scalar_figures(runs, figures.MEMORY))),
         Section("streams", "Streams over time", list(figures.scalar_figures(runs, figures.STREAMS)), dry),
         Section("depth", "Streams over depth", [*figures.depth_figures(runs), *figures.heat_figures(runs)]),
     ]

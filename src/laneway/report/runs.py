@@ -14,6 +14,7 @@ import numpy as np
 
 from laneway.core import InputError
 from laneway.report.heatmap import Heat
+from laneway.report.memory import Memory, read_memory
 from laneway.report.series import Curve
 from laneway.rundir import RunDirectory, column, number, site_columns
 
@@ -31,6 +32,9 @@ class Run:
     env: dict[str, Any]
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
+    memory: Memory | None = None
+    memory_fault: str = ""
+    """Why there is no ``memory`` although there is a file."""
 
     def curve(self, key: str) -> Curve:
         """A scalar over steps."""
@@ -142,6 +146,7 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def _load(directory: RunDirectory, name: str) -> Run:
+    memory, fault = read_memory(directory)
     return Run(
         path=directory.path,
         name=name,
@@ -149,4 +154,6 @@ def _load(directory: RunDirectory, name: str) -> Run:
         env=directory.read_env(),
         rows=directory.read_metrics(),
         events=directory.read_events(),
+        memory=memory,
+        memory_fault=fault,
     )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laneway.memory.collectives import InFlight
 from laneway.memory.manage import manage_memory
 from laneway.memory.manager import MemoryManager
+from laneway.memory.reduce import Agreement, reduce_gradients
 from laneway.memory.summary import metrics_of, summary
+from laneway.memory.survive import Survivor
 from laneway.rundir import replace_file
 from laneway.train.config import TrainConfig
 from laneway.train.parallel import Parallel
@@ -22,9 +25,25 @@ from laneway.train.parallel import Parallel
 class RunMemory:
     """What a run has of memory management; nothing, where it is off."""
 
-    def __init__(self, manager: MemoryManager | None) -> None:
-        self.manager = manager
+    def __init__(self, manager: MemoryManager | None, survivor: Survivor | None = None, average: bool = False) -> None:
+        self.manager, self.survivor, self.average = manager, survivor, average
         self._seen = 0
+
+    def attempt(self, run: Callable[[], Tensor]) -> Tensor:
+        """Forward and backward of a micro-batch; again, where it ran out of memory."""
+        return run() if self.survivor is None else self.survivor.attempt(run)
+
+    def reduce(self, model: nn.Module) -> None:
+        """Average the gradients over the ranks, where the backward passes left that for later."""
+        if self.average:
+            reduce_gradients(model)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, once."""
+        if self.survivor is None:
+            optimizer.step()
+        else:
+            self.survivor.step(optimizer)
 
     @contextmanager
     def on(self, summary_file: Path | None) -> Generator[None]:
@@ -49,14 +68,24 @@ class RunMemory:
         self.manager.end_pass()
         new = self.manager.counted - self._seen
         self._seen = self.manager.counted
-        return metrics_of(list(self.manager.passes)[-new:] if new else [])
+        row = metrics_of(list(self.manager.passes)[-new:] if new else [])
+        if self.survivor is not None:
+            row |= {f"memory_{kind}": count for kind, count in self.survivor.counts.items()}
+        return row
 
 
 def run_memory(config: TrainConfig, parallel: Parallel, optimizer: torch.optim.Optimizer) -> RunMemory:
-    """The memory manager of a run."""
+    """The memory manager of a run, and what replays its micro-batches."""
     if not config.memory.on:
         return RunMemory(None)
-    flying = InFlight()
-    if isinstance(parallel.call, DistributedDataParallel) and config.memory.collective_reservation:
-        flying.watch(parallel.call)
-    return RunMemory(manage_memory(parallel.model, optimizer, config=config.memory, busy=flying))
+    flying, ddp, average = InFlight(), parallel.call, False
+    if isinstance(ddp, DistributedDataParallel):
+        average = config.memory.replay
+        if config.memory.collective_reservation and not average:
+            flying.watch(ddp)
+    manager = manage_memory(parallel.model, optimizer, config=config.memory, busy=flying)
+    survivor = None
+    if config.memory.replay:
+        agree = Agreement(parallel.device) if average else None
+        survivor = Survivor(manager, parallel.call, device=parallel.device, agree=agree)
+    return RunMemory(manager, survivor, average)

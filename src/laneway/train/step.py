@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from laneway.train.memory import RunMemory
 from laneway.train.parallel import Parallel, whole
 from laneway.train.ranks import Ranks
 
@@ -47,6 +48,7 @@ class Stepper:
     ranks: Ranks
     micro_batch_size: int
     clip_norm: float
+    memory: RunMemory = field(default_factory=lambda: RunMemory(None))
 
     def __call__(
         self, batch: tuple[Tensor, Tensor], lr: float, stopping: bool, after_backward: Callable[[], None]
@@ -63,7 +65,7 @@ class Stepper:
                 clip_grads_with_norm_(parameters, self.clip_norm, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            self.memory.update(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         return outcome
 
@@ -72,12 +74,17 @@ class Stepper:
         inputs, targets = (_onto(part, self.parallel.device).split(self.micro_batch_size) for part in batch)
         total = torch.zeros((), device=self.parallel.device)
         for index, (inputs_bt, targets_bt) in enumerate(zip(inputs, targets, strict=True)):
-            with self.parallel.accumulating(last=index == len(inputs) - 1):
+
+            def run(inputs_bt: Tensor = inputs_bt, targets_bt: Tensor = targets_bt) -> Tensor:
                 with self.parallel.autocast():
                     logits_btv = self.parallel.call(inputs_bt)
                 loss = token_loss(logits_btv, targets_bt) / len(inputs)
                 loss.backward()
-                total += loss.detach()
+                return loss.detach()
+
+            with self.parallel.accumulating(last=index == len(inputs) - 1):
+                total += self.memory.attempt(run)
+        self.memory.reduce(self.parallel.model)
         return total
 
     def _agree(self, loss: Tensor, norm: Tensor, stopping: bool) -> StepOutcome:

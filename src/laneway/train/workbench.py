@@ -48,11 +48,11 @@ def build(config: TrainConfig, ranks: Ranks) -> Workbench:
     parameters = sum(p.numel() for p in model.parameters())
     parallel = parallelise(model, config, ranks)
     optimizer = make_optimizer(parallel, config.optimizer)
-    stepper = Stepper(parallel, optimizer, ranks, config.micro_batch(ranks.world_size), config.optimizer.clip_norm)
+    memory = run_memory(config, parallel, optimizer)
+    stepper = Stepper(parallel, optimizer, ranks, config.micro_batch(ranks.world_size), config.optimizer.clip_norm, memory)
     seed_all(config.seed + ranks.rank)
     evaluator = Evaluator(config, parallel, corpus, ranks)
     evaluator.batches()  # too little text must show now, not at the first validation
-    memory = run_memory(config, parallel, optimizer)
     return Workbench(corpus, loader, parallel, optimizer, stepper, evaluator, parameters, memory)
 
 

@@ -55,7 +55,8 @@
         const p = nearest(curve.points, at);
         return Math.abs(p[0] - at) > 12 ? null : `${curve.label} ${short(value(plot.y, p[1], plot.log))}`;
       });
-      out.textContent = `${plot.xTitle} ${Math.round(value(plot.x, at, false))}: ` + parts.filter(Boolean).join(" · ");
+      const read = value(plot.x, at, false), named = plot.fineX ? short(read) : Math.round(read);
+      out.textContent = `${plot.xTitle} ${named}: ` + parts.filter(Boolean).join(" · ");
     };
     const hide = () => { line.setAttribute("visibility", "hidden"); out.textContent = ""; };
     wire(svg, show, (dx) => {
@@ -85,5 +86,23 @@
       const p = heat.x.findIndex((edge) => edge > x) - 1, s = heat.y.findIndex((edge) => edge < y) - 1;
       if (p < 0 || s < 0) hide(); else show(p, s);
     }, (dx, dy) => { show(probe + dx, site + dy); return true; }, hide);
+  }
+
+  for (const svg of document.querySelectorAll("svg.lives")) {
+    const out = svg.closest("figure").querySelector(".readout");
+    const bars = [...svg.querySelectorAll("g.bar")].map((bar) => ({ box: bar.getBBox(), label: bar.querySelector("title").textContent }));
+    const frame = shape(svg, "rect", "cell");
+    let at = -1;
+    const show = (index) => {
+      at = Math.min(bars.length - 1, Math.max(0, index));
+      const { x, y, width, height } = bars[at].box;
+      place(frame, { x, y, width, height });
+      out.textContent = bars[at].label;
+    };
+    const hide = () => { frame.setAttribute("visibility", "hidden"); out.textContent = ""; };
+    wire(svg, (x, y) => {
+      const index = bars.findLastIndex(({ box }) => box.y <= y);
+      if (index < 0 || y > bars[bars.length - 1].box.y + bars[bars.length - 1].box.height) hide(); else show(index);
+    }, (dx, dy) => { show(at - dy + dx); return true; }, hide);
   }
 })();

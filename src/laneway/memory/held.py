@@ -1,0 +1,56 @@
+"""One entry of a trace as the simulated device and its policies see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from laneway.memory.link import Link
+from laneway.memory.trace import Entry, Trace
+
+
+class Held:
+    """One entry as the device and its policies see it."""
+
+    __slots__ = (
+        "again", "arrival", "born", "copied", "depth", "dropped", "entry", "known_use", "last_use", "nbytes", "next_use",
+        "number", "out_seconds", "reload_seconds", "resident", "sure",
+    )  # fmt: skip
+
+    def __init__(self, number: int, entry: Entry, link: Link, again: Callable[[Held], float | None]) -> None:
+        self.number, self.entry, self.nbytes, self.depth = number, entry, entry.nbytes, entry.depth
+        self.out_seconds, self.reload_seconds = link.out_seconds(entry.nbytes), link.in_seconds(entry.nbytes)
+        self.born = self.last_use = 0.0
+        self.next_use = self.known_use = math.inf
+        self.sure = self.resident = self.dropped = False
+        self.arrival = 0.0
+        self.copied: float | None = None  # when slow memory has it as it is now; None: it does not
+        self.again = again
+
+    @property
+    def write_seconds(self) -> float:
+        """Time of the link to move it out."""
+        return self.out_seconds if self.copied is None else 0.0
+
+    @property
+    def recompute_seconds(self) -> float | None:
+        """Compute, and reloads of inputs, to make it again; None where it can't be dropped now."""
+        return self.again(self)
+
+
+def known_uses(trace: Trace) -> list[float]:
+    """For every event, the time of compute of the entry's next use (later events a little later); infinity for none."""
+    times, now = [], 0.0
+    for event in trace.events:
+        now += event.gap
+        times.append(now)
+    following: dict[int, float] = {}
+    found = [math.inf] * len(trace.events)
+    for index in range(len(trace.events) - 1, -1, -1):
+        event = trace.events[index]
+        found[index] = following.get(event.entry, math.inf)
+        if event.action == "use":
+            following[event.entry] = times[index] + index * 1e-12
+        elif event.action == "produce":
+            following.pop(event.entry, None)
+    return found

@@ -434,6 +434,14 @@ def test_other_errors_pass_and_leave_earlier_gradients():
     assert torch.equal(before, want)
 
 
+def test_gradients_that_are_away_are_refused():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    model.weight.grad.untyped_storage().resize_(0)
+    with pytest.raises(LanewayError, match="gradients are parked in a tier"):
+        Survivor(None, model, device=CPU).attempt(lambda: None)
+
+
 def test_bad_input():
     model = nn.Linear(2, 2)
     with pytest.raises(InputError, match="attempts: got 0"):

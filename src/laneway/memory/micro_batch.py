@@ -89,11 +89,19 @@ class Accumulated:
     tensors are gone: the peak grows only where those are smaller than the gradients.
 
     After a failure, ``park`` moves what is set aside off the device until it is added, so that the next try has that much more
-    room. Gradients are those of plain parameters; a hook that takes gradients away as they come must be undone by its owner.
+    room.
+
+    Raises:
+        LanewayError: a gradient's bytes are away already (``ParkedGradients``): of the two only one can look after them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
+        if any(
+            p.grad is not None and plain(p.grad) and p.grad.numel() and not p.grad.untyped_storage().nbytes()
+            for p in self.parameters
+        ):
+            raise LanewayError("gradients are parked in a tier: a micro-batch that may be repeated needs them here; call gather")
         self._held: list[tuple[nn.Parameter, Tensor | _Away]] = [(p, p.grad) for p in self.parameters if p.grad is not None]
         self._added = False
         self.drop_new()

@@ -109,9 +109,11 @@ class Residency:
             try:
                 yield
             finally:
-                while not outer and self._late:
-                    self._free(self._late.pop())
-                self._open = outer
+                try:
+                    while not outer and self._late:
+                        self._free(self._late.pop())
+                finally:
+                    self._open = outer
 
     # -- going
 
@@ -281,7 +283,10 @@ class Residency:
             if entry.state is State.AWAY and (entry.users or entry.needed_by):
                 if self.resident + entry.nbytes > allowed:
                     return
-                self._fetch(entry)
+                try:
+                    self._fetch(entry)
+                except (MemoryError, RuntimeError):  # no room now, whatever the allowance says: it comes when it is asked for
+                    return
             elif entry.state is State.LEAVING:
                 self._call_back(entry)
             self._cursor += 1

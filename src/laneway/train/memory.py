@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from laneway.memory.survive import Survivor
 from laneway.rundir import replace_file
 from laneway.train.config import TrainConfig
 from laneway.train.parallel import Parallel
+
+
+T = TypeVar("T")
 
 
 class RunMemory:
@@ -37,6 +41,10 @@ class RunMemory:
         """Average the gradients over the ranks, where the backward passes left that for later."""
         if self.average:
             reduce_gradients(model)
+
+    def repeat(self, work: Callable[[], T]) -> T:
+        """Work on the gradients that changes nothing before its last allocation; again, where it ran out of memory."""
+        return work() if self.survivor is None or self.survivor.sharded else self.survivor.repeat(work)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step, once."""

@@ -57,12 +57,12 @@ class Stepper:
         loss = self._backward(batch)
         after_backward()
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = whole(get_total_norm(gradients)).to(loss)
+        norm = self.memory.repeat(lambda: whole(get_total_norm(gradients)).to(loss))
         outcome = self._agree(loss, norm, stopping)
         if outcome.finite:
             if self.clip_norm:
                 parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-                clip_grads_with_norm_(parameters, self.clip_norm, norm)
+                self.memory.repeat(lambda: clip_grads_with_norm_(parameters, self.clip_norm, norm))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.memory.update(self.optimizer)

@@ -22,7 +22,6 @@ from laneway.rundir import replace_file
 from laneway.train.config import TrainConfig
 from laneway.train.parallel import Parallel
 
-
 T = TypeVar("T")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ from laneway.memory.disk import DiskTier
 from laneway.memory.manage import manage_memory
 from laneway.memory.manager import MemoryManager
 from laneway.memory.meter import device_meter
-from laneway.memory.tier import Slot
 
 CPU = torch.device("cpu")
 
@@ -172,18 +173,24 @@ def test_a_pass_unlike_its_plan_is_noticed_and_right(tmp_path, allocator):
     assert results[0] == results[1]
 
 
-def test_a_tier_that_fails_to_write_costs_no_step(tmp_path, allocator):
-    class Failing(DiskTier):
-        def write(self, slot: Slot, source, ended):
-            return super().write(slot, source, lambda error: ended(OSError("no space left")))
-
+def test_a_disk_that_is_full_costs_no_step(tmp_path, allocator, monkeypatch):
     want, got = Training(), Training()
-    losses = [want(64) for _ in range(3)]
-    config = MemoryConfig(budget=str(allocator.live + (4 << 20)), min_bytes=4096)
-    manager = MemoryManager(got.model, config, Failing(tmp_path, 1 << 26), device_meter(CPU), CPU)
+    losses = [want(64) for _ in range(4)]
+    manager = manager_for(got, tmp_path, allocator.live + (4 << 20))
     with manager:
-        assert [got(64) for _ in range(3)] == losses
+        found = [got(64)]
+
+        def full(*args):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", full)
+        monkeypatch.setattr(os, "pwritev", full)
+        found += [got(64), got(64)]
+        monkeypatch.undo()
+        found.append(got(64))
+    assert found == losses
     assert sum(report.account.refused for report in manager.passes) > 0
+    assert manager.activations.books.resident == 0
     manager.close()
 
 

@@ -111,6 +111,7 @@ def _memory(
     budgets: tuple[float, ...] = (0.63, 0.5),
     peers: tuple[str, ...] = ("checkpoint", "selective", "save_on_cpu", "torch_save"),
     virtual: tuple[float, ...] = (200.0,),
+    spikes: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0),
     folder: str = "",
     seconds: float = 120.0,
 ) -> _Job:
@@ -126,12 +127,13 @@ def _memory(
         budgets: as parts of plain training's peak.
         peers: checkpoint, selective, save_on_cpu, torch_save.
         virtual: bandwidths of simulated tiers, MB/s.
+        spikes: steps of so many times the length under a hard limit, up to 4.
         folder: of the disk tier's file; by default that of temporary files.
         seconds: time budget of the rounds of a model and dtype.
     """
     from laneway.bench import tiered
 
-    options = tiered.MemoryOptions(models, dtype, budgets, peers, virtual, folder, seconds)
+    options = tiered.MemoryOptions(models, dtype, budgets, peers, virtual, folder, seconds, spikes)
     return _job(tiered, options, quick, json, save)
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from laneway.core import LanewayError
 from laneway.memory.clock import Clock
 from laneway.memory.entries import Account, Choice, Entry, Hands, Schedule, State
 from laneway.memory.tier import Slot, Tier, TierFullError
@@ -190,7 +191,8 @@ class Residency:
     def _wait_oldest(self) -> float:
         entry = self._leaving.popleft()
         if entry.state is State.LEAVING and entry.transfer is not None:
-            return entry.transfer.wait()
+            with suppress(OSError, LanewayError):  # it could not be written: ``_left`` was told, and it stays
+                return entry.transfer.wait()
         return 0.0
 
     def _idle(self) -> list[Entry]:

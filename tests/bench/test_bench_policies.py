@@ -206,6 +206,15 @@ def test_the_command(capfd, tmp_path, folder):
     assert "traces: got" in capfd.readouterr().err
 
 
+def test_the_command_records(capfd, tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_models, "RECORDED", {"gpt": (small_gpt, 0, 4)})
+    assert main(["bench", "policies", "--quick", "--record", "--traces", str(tmp_path / "new"), "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert "recording gpt: 4 steps" in err
+    assert len(json.loads(out)["rows"]) == len(MODES) * len(POLICIES)
+    assert len(Trace.load(tmp_path / "new" / "gpt.json.gz").steps) == 4
+
+
 def test_committed_traces_are_small_and_whole():
     paths = sorted(COMMITTED.glob("*.json.gz"))
     assert [path.name.split(".")[0] for path in paths] == sorted(policy_models.RECORDED)

@@ -138,6 +138,21 @@ def test_rare_experts_are_expected_later():
     assert all(predict.sporadic(number) for number in range(3))
 
 
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 3)), max_size=6), min_size=1, max_size=6), st.floats(0, 9))
+def test_a_fresh_prediction_is_never_in_the_past(steps, later):
+    """Whatever the steps were like: a step that lasts longer than the one before, an expert that skips some."""
+    predict, now = NextUse([Entry(1, kind, f"m{kind}") for kind in ("expert", "optimizer", "activation")]), 0.0
+    for step in steps:
+        predict.begin_step(now)
+        for number, passed in step:
+            now += passed
+            predict.access(number, now)
+    now += later
+    for number in range(3):
+        for expected in (0.0, now / 2, math.inf):
+            assert predict.again(number, now, expected).at >= now
+
+
 def test_what_is_late_is_expected_after_as_long_again():
     predict = NextUse([Entry(1, "activation")])
     predict.begin_step(0.0)

@@ -11,17 +11,19 @@ from laneway.memory.trace import Entry, Event, Trace
 
 @st.composite
 def traces(draw, least=1, most=4, largest=40):
-    """Training-like steps: parameters and their state, activations made and used in any order, some recomputable."""
+    """Training-like steps: parameters, experts that skip steps, their state, activations in any order, some recomputable."""
     names = draw(st.integers(1, 3))
-    entries = [Entry(draw(st.integers(1, largest)), "parameter", f"m{i}", i) for i in range(names)]
+    kinds = draw(st.lists(st.sampled_from(["parameter", "expert"]), min_size=names, max_size=names))
+    entries = [Entry(draw(st.integers(1, largest)), kind, f"m{i}", i) for i, kind in enumerate(kinds)]
     entries += [Entry(draw(st.integers(1, largest)), "optimizer", f"m{i}", i) for i in range(names)]
-    gap = st.sampled_from([0.0, 1e-3, 2e-2])
+    gap = st.sampled_from([0.0, 1e-3, 2e-2, 0.3])
     other = st.integers(0, 10)
     events, starts = [], []
     for _ in range(draw(st.integers(least, most))):
         starts.append(len(events))
         made = []
-        for module in range(names):
+        taking_part = [module for module in range(names) if kinds[module] == "parameter" or draw(st.booleans())] or [0]
+        for module in taking_part:
             events.append(Event(draw(gap), "use", module, draw(other)))
             for _ in range(draw(st.integers(0, 2))):
                 number = len(entries)
@@ -33,7 +35,7 @@ def traces(draw, least=1, most=4, largest=40):
         for number in draw(st.permutations(made)):
             events.append(Event(draw(gap), "use", number, draw(other)))
             events.append(Event(draw(gap), "free", number, draw(other)))
-        for module in range(names):
+        for module in taking_part:
             events.append(Event(draw(gap), "use", module, draw(other)))
             events.append(Event(0.0, "use", names + module, draw(other)))
             events.append(Event(1e-3, "produce", module, draw(other)))

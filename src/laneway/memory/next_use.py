@@ -135,13 +135,14 @@ class NextUse:
         return entry.kind in PERSISTENT and entry.module in self._sporadic
 
     def again(self, number: int, now: float, expected: float) -> Expected:
-        """A fresh prediction at the start of a step, or for an entry that was ``expected`` earlier and not used."""
+        """A fresh prediction, never before ``now``: at the start of a step, or where an ``expected`` use did not come."""
         history = self._histories.get(self._roles.get(number, ("", "", -1)))
         if self.sporadic(number) and history is not None and history.learned and self._length < math.inf:
             first = self._start + history.learned[0]
             if history.current or first <= now:
                 first += self._length
-            return self._in_step(self._entries[number], first)
+            if first > now:  # a step may last longer than the one before
+                return self._in_step(self._entries[number], first)
         if expected == math.inf:
             return Expected(math.inf, False)
         return Expected(now + abs(now - expected), False)

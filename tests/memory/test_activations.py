@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -266,3 +267,17 @@ def test_an_entry_asked_for_while_it_leaves_stays():
     assert torch.equal(x.grad, x.detach().exp())
     assert activations.account.read_stall == 0.0
     assert all(entry.state is State.FREED for entry in activations.books.entries)
+
+
+def test_a_handle_collected_by_another_thread_waits_for_nobody():
+    """A tier's thread whose garbage collection finds a handle, while the thread that holds the books waits for it."""
+    activations = engine()
+    activations.begin(everything(Choice.KEEP))
+    held = [activations.pack(torch.randn(300))]
+    with activations.books.lock:
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert activations.alive == 0
+    assert activations.books.resident == 0

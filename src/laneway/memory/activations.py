@@ -9,6 +9,7 @@ torch's own check that a saved tensor was not written in place since is off unde
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -160,7 +161,8 @@ class Activations:
         self.observer: Observer | None = None
         self.known: Known[Entry] = Known()
         self.recipes: Known[Recipe] = Known()
-        self.alive = 0  # entries with a handle
+        self._alive = 0
+        self._dropped: deque[Entry] = deque()  # handles that went while another thread held the books
         self.extra_bytes = 0  # bytes of saved tensors that were views of an entry already there
         self._index = 0
 
@@ -192,6 +194,7 @@ class Activations:
         ):
             return _Kept(tensor)
         with self.books.lock:
+            self._see_to_dropped()
             entry = self.known.get(tensor)
             if entry is not None and entry.users and entry.body.version == version_of(tensor):
                 entry.users += 1
@@ -221,7 +224,7 @@ class Activations:
         if self.books.schedule.choice(entry.index) is not Choice.RECOMPUTE:
             body.recipe = None
         self.known.put(tensor, entry)
-        self.alive += 1
+        self._alive += 1
         handle = _Handle(self, entry, View.of(tensor))
         self.books.save(entry)
         return handle
@@ -238,22 +241,47 @@ class Activations:
         entry.body.check()
         if self.observer is not None and not entry.used:
             self.observer("use", entry)
-        self.books.use(entry)
+        with self.books.lock:
+            self._see_to_dropped()
+            self.books.use(entry)
         storage: torch.UntypedStorage | None = entry.body.storage
         if storage is None:
             raise LanewayError(f"a saved tensor of {entry.nbytes} bytes is {entry.state.value} where it is needed")
         return storage
 
     def release(self, entry: Entry) -> None:
-        """A handle is gone."""
+        """A handle is gone.
+
+        Any thread may be the one whose garbage collection finds it, a tier's too, which the thread that holds the books may be
+        waiting for: so nobody waits for the books here.
+        """
+        if not self.books.lock.acquire(blocking=False):
+            self._dropped.append(entry)
+            return
+        try:
+            self._release(entry)
+        finally:
+            self.books.lock.release()
+
+    @property
+    def alive(self) -> int:
+        """Entries with a handle."""
         with self.books.lock:
-            if entry.users == 1:
-                if self.observer is not None:
-                    self.observer("free", entry)
-                self.alive -= 1
-                if self.known._found.get(entry.body.key, (None, None))[1] is entry:
-                    self.known.drop(entry.body.key)
-            self.books.free(entry)
+            self._see_to_dropped()
+            return self._alive
+
+    def _see_to_dropped(self) -> None:
+        while self._dropped:
+            self._release(self._dropped.popleft())
+
+    def _release(self, entry: Entry) -> None:
+        if entry.users == 1:
+            if self.observer is not None:
+                self.observer("free", entry)
+            self._alive -= 1
+            if self.known._found.get(entry.body.key, (None, None))[1] is entry:
+                self.known.drop(entry.body.key)
+        self.books.free(entry)
 
     # -- hands of the books
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from laneway.core import LanewayError
 from laneway.memory.clock import Clock
@@ -140,15 +140,16 @@ class Residency:
     def _left(self, entry: Entry, slot: Slot, error: BaseException | None) -> None:
         """The copy out has ended."""
         self.leaving_bytes -= entry.nbytes
-        self.account.bytes_out += slot.nbytes
-        self.account.writes += 1
+        if error is None:
+            self.account.bytes_out += slot.nbytes
+            self.account.writes += 1
         wanted = entry.state is State.LEAVING and entry.slot is slot  # not freed nor asked for in the meantime
         if not wanted or error is not None:
             self.tier.release(slot)
             if error is not None:
                 self.account.refused += 1
             if wanted:
-                entry.state, entry.slot = State.RESIDENT, None
+                entry.state, entry.slot, entry.transfer = State.RESIDENT, None, None
             return
         entry.state = State.AWAY
         self._depart(entry)
@@ -191,8 +192,10 @@ class Residency:
     def _wait_oldest(self) -> float:
         entry = self._leaving.popleft()
         if entry.state is State.LEAVING and entry.transfer is not None:
-            with suppress(OSError, LanewayError):  # it could not be written: ``_left`` was told, and it stays
+            try:
                 return entry.transfer.wait()
+            except (OSError, LanewayError) as error:  # it could not be written: ``_left`` was told, and it stays
+                error.__traceback__ = None  # its frames hold what is being saved
         return 0.0
 
     def _idle(self) -> list[Entry]:
@@ -226,7 +229,6 @@ class Residency:
             return
         if entry.state is State.LEAVING:
             self._call_back(entry)
-            return
         if entry.state is State.AWAY:
             self.account.misses += 1
             self._fetch(entry, urgent=True)
@@ -248,13 +250,15 @@ class Residency:
         self._done_with_needs(entry)
 
     def _call_back(self, entry: Entry) -> None:
-        """It is asked for while it leaves: it is still here, and stays."""
+        """It is asked for while it leaves: it is still here, and stays, unless it is gone at this very moment."""
         assert entry.transfer is not None
         assert entry.slot is not None
         if entry.transfer.cancel():
             self.leaving_bytes -= entry.nbytes
             self.account.cancelled += 1
             self.tier.release(entry.slot)
+        elif entry.state is not State.LEAVING:
+            return
         entry.state, entry.slot, entry.transfer = State.RESIDENT, None, None
 
     def _fetch(self, entry: Entry, *, urgent: bool = False) -> None:
@@ -282,6 +286,8 @@ class Residency:
         allowed = self.schedule.allowed(self.event)
         while self._cursor < len(self._sequence):
             entry = self.entries[self._sequence[self._cursor]]
+            if entry.state is State.LEAVING:
+                self._call_back(entry)
             if entry.state is State.AWAY and (entry.users or entry.needed_by):
                 if self.resident + entry.nbytes > allowed:
                     return
@@ -289,8 +295,6 @@ class Residency:
                     self._fetch(entry)
                 except (MemoryError, RuntimeError):  # no room now, whatever the allowance says: it comes when it is asked for
                     return
-            elif entry.state is State.LEAVING:
-                self._call_back(entry)
             self._cursor += 1
 
     # -- the end

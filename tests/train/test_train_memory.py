@@ -48,6 +48,13 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in RunDirectory(run).read_metrics()]
 
 
+def without_the_last_checkpoint(run: Path) -> None:
+    store = CheckpointStore(RunDirectory(run))
+    for path in sorted(store.folder(6).rglob("*"), reverse=True):
+        path.unlink()
+    store.folder(6).rmdir()
+
+
 @pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}, {"recompute_streams": True}, {"precision": "bf16"}])
 def test_the_curve_is_bit_for_bit_the_same(config, tmp_path, changes):
     config = dataclasses.replace(config, **changes)
@@ -69,10 +76,7 @@ def test_a_run_may_go_on_with_another_budget_and_stay_the_same(config, tmp_path)
     train(config, out=tmp_path / "plain", console=None)
     run = tmp_path / "managed"
     train(config, out=run, console=None)
-    store = CheckpointStore(RunDirectory(run))
-    for path in sorted(store.folder(6).rglob("*"), reverse=True):
-        path.unlink()
-    store.folder(6).rmdir()
+    without_the_last_checkpoint(run)
     train(managed(config, tmp_path, 3 << 20), out=run, resume=True, console=None)
     assert losses(run) == losses(tmp_path / "plain")
 
@@ -96,3 +100,15 @@ def test_a_wrong_budget_is_refused_by_name(config, tmp_path):
     with pytest.raises(InputError, match=r"memory\.budget: got 'much'"):
         train(dataclasses.replace(config, memory=MemoryConfig("much")), out=tmp_path / "run", console=None)
     assert not (tmp_path / "run").exists()
+
+
+def test_optimizer_state_in_the_tier_changes_no_bit_and_survives_a_resume(config, tmp_path):
+    train(config, out=tmp_path / "plain", console=None)
+    streamed = managed(config, tmp_path, 3 << 20, optimizer_state="streamed")
+    run = tmp_path / "managed"
+    train(streamed, out=run, console=None)
+    assert losses(run) == losses(tmp_path / "plain")
+    assert json.loads(RunDirectory(run).memory.read_text())["tier"]["bytes_written"] > 0
+    without_the_last_checkpoint(run)
+    train(streamed, out=run, resume=True, console=None)
+    assert losses(run) == losses(tmp_path / "plain")

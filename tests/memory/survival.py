@@ -351,11 +351,14 @@ def limited(how: str, by: str, room_mib: int) -> dict[str, Any]:
 
 
 def confine(group: Path, room: int) -> None:
-    """Enter a control group (version 1 or 2) and limit it to what the process has and ``room``."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    limits = {"memory.max": resident + room, "memory.swap.max": 0, "memory.limit_in_bytes": resident + room}
+    """Enter a control group (version 1 or 2) and limit it to what is charged to it then, and ``room``.
+
+    What the process has already stays charged to the group it comes from.
+    """
     (group / "cgroup.procs").write_text(str(os.getpid()))
-    for name, value in limits.items():
+    charged = next(group / name for name in ("memory.current", "memory.usage_in_bytes") if (group / name).exists())
+    limit = int(charged.read_text()) + room
+    for name, value in {"memory.max": limit, "memory.swap.max": 0, "memory.limit_in_bytes": limit}.items():
         if (group / name).exists():
             (group / name).write_text(str(value))
 

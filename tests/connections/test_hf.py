@@ -40,14 +40,14 @@ def _quiet(one_thread):
 @pytest.mark.parametrize("build", [*MODELS.values(), hy_v4_vl], ids=[*MODELS, "hy_v4_vl"])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=["fp32", "bf16"])
 def test_outputs_and_gradients_are_as_near_to_float64_as_theirs(build, dtype, tmp_path):
-    """Bound: 2 × their error; for biases and scales, a few numbers whose error is as often small by luck, + 4 roundings."""
+    """Bound: 2 × their error; for biases and scales, a few numbers whose error is as often small by luck, + 10 roundings."""
     model = reloaded(build(), tmp_path, dtype=dtype).eval()
     ids = tokens()
     want = exact_results(model, ids)
     theirs = errors(results(model, ids), want)
     ours = errors(results(hf.accelerate_hf(model), ids), want)
     for kind, error in ours.items():
-        assert error <= 2 * theirs[kind] + (4 * ROUNDING[dtype] if kind == "biases and scales" else 0), kind
+        assert error <= 2 * theirs[kind] + (10 * ROUNDING[dtype] if kind == "biases and scales" else 0), kind
 
 
 @every_model

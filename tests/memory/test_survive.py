@@ -462,8 +462,8 @@ def test_bad_input():
     model = nn.Linear(2, 2)
     with pytest.raises(InputError, match="attempts: got 0"):
         Survivor(None, model, device=CPU, attempts=0)
-    with pytest.raises(InputError, match=r"op_retry: got 'alwais'.*did you mean 'always'"):
-        Survivor(None, model, device=CPU, op_retry="alwais")
+    with pytest.raises(InputError, match=r"op_retry: got 'always_'.*did you mean 'always'"):
+        Survivor(None, model, device=CPU, op_retry="always_")
     with pytest.raises(InputError, match="parts: got"):
         Survivor(None, model, device=CPU).attempt(lambda: 0, parts=lambda n: [])
     with pytest.raises(LanewayError, match="SyncBatchNorm communicates"):

@@ -23,6 +23,7 @@ def test_json_is_one_object_and_rows_are_saved(capfd, tmp_path):
     assert "saved to" in err
 
 
+@pytest.mark.slow
 def test_tables_for_people(capfd):
     assert main(["bench", "layer", *FAST]) == 0
     out, _ = capfd.readouterr()

@@ -134,6 +134,7 @@ def test_commands_are_ones_that_laneway_takes(file, tmp_path):
 JOBS = [file for file in PODS if PODS[file]["kind"] == "Job"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", JOBS[:1])
 def test_a_job_that_is_stopped_goes_on_in_the_next_pod(file, tmp_path, text_file):
     """The Job's own script with a real run, made small by flags: SIGTERM saves and ends with 143; then it resumes."""

@@ -12,25 +12,23 @@ import torch
 from laneway.checkpoint import CheckpointStore
 from laneway.cli.train import read_request
 from laneway.core import InputError
-from laneway.data.text import TextDataConfig
 from laneway.memory.config import MemoryConfig
 from laneway.memory.manage import exact_meter
-from laneway.models.gpt import GPTConfig
 from laneway.rundir import RunDirectory
 from laneway.train.config import OptimizerConfig, TrainConfig
 from laneway.train.loop import train
 
 
 @pytest.fixture
-def config(text_file: Path) -> TrainConfig:
-    return TrainConfig(
-        model=GPTConfig(context=64, layers=3, heads=2, dim=48, streams=4),
-        data=TextDataConfig(path=str(text_file), cache=str(text_file.parent / "cache"), validation_fraction=0.2),
+def config(config: TrainConfig) -> TrainConfig:
+    """A run with more to move and fewer steps than the other tests' one."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, context=64, layers=3, dim=48),
         optimizer=OptimizerConfig(lr=1e-2, warmup=0.1),
         steps=6,
-        batch_size=8,
+        seed=0,
         micro_batch_size=4,
-        device="cpu",
         validate_every=3,
         validation_batches=1,
         checkpoint_every=3,

@@ -27,9 +27,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from laneway.bench.policy_census import Census
 from laneway.core import LanewayError
+from laneway.memory.config import MIN_BYTES
 from laneway.memory.trace import Entry, Event, Trace
 
-MIN_BYTES = 64 << 10
 MERGE = 2e-5
 """Gaps shorter than this, in seconds, are no compute of their own: they count with the next one."""
 

@@ -249,7 +249,7 @@ class _Bench:
         if variant.manager is None:
             return dict.fromkeys((*names, "moved", "recomputed", "checkpointed", "reason"))
         plan = list(variant.manager.plans.values())[-1]
-        new = list(variant.manager.passes)[-(variant.manager.counted - first) :]
+        new = variant.manager.since(first)
         last = new[-1]
         step = quartiles(base.wall_s)[1]
         overhead = quartiles([report.account.stall + report.account.recompute for report in new])[1] / step
@@ -294,7 +294,7 @@ class _Bench:
             with manager:
                 self.step()
         plan = list(manager.plans.values())[-1]
-        reports = list(manager.passes)[-(manager.counted - before) :]
+        reports = manager.since(before)
         base = plan.unmanaged.seconds
         again = sum(plan.profile.blocks[number].seconds for number in plan.blocks)  # checkpointed blocks are not in the books
         spent = [report.account.stall + report.account.recompute + again for report in reports]

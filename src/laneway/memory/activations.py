@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from laneway.core import LanewayError
 from laneway.memory.clock import Clock
+from laneway.memory.config import MIN_BYTES
 from laneway.memory.extents import Known, View, key_of, plain, version_of
 from laneway.memory.residency import Account, Choice, Entry, Residency, Schedule
 from laneway.memory.tier import Tier
-
-MIN_BYTES = 64 << 10  # what is smaller is not worth a transfer
 
 Observer = Callable[[str, Entry], None]
 """Told of every event of the books before it changes them (save, use or free), and of entries saved again, and the entry."""
@@ -216,7 +215,7 @@ class Activations:
         self._index += 1
         body.recipe = self.recipes.get(tensor)
         if body.recipe is not None:
-            self.recipes.drop(body.key)
+            self.recipes.drop(body.key, body.recipe)
             if self.books.schedule.choice(entry.index) is Choice.RECOMPUTE:
                 entry.needs = body.recipe.entries()
         if self.observer is not None:
@@ -279,8 +278,7 @@ class Activations:
             if self.observer is not None:
                 self.observer("free", entry)
             self._alive -= 1
-            if self.known._found.get(entry.body.key, (None, None))[1] is entry:
-                self.known.drop(entry.body.key)
+            self.known.drop(entry.body.key, entry)
         self.books.free(entry)
 
     # -- hands of the books

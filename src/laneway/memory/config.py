@@ -30,6 +30,7 @@ TIERS = ("auto", "host", "disk")
 SOLVERS = ("greedy", "milp")
 OPTIMIZER_STATES = ("device", "streamed")
 SWITCH = ("true", "false")
+MIN_BYTES = 64 << 10  # what is smaller is not worth a transfer
 
 VARIABLES = {
     "budget": "MHC_MEMORY_BUDGET",
@@ -69,7 +70,7 @@ class MemoryConfig:
     """Part of the link's bandwidth that transfers leave free while a collective is in flight, 0 to 1."""
     solver: str = "greedy"
     """How a plan is found: greedy | milp"""
-    min_bytes: int = 64 << 10
+    min_bytes: int = MIN_BYTES
     """Smaller tensors are never moved."""
     optimizer_state: str = "device"
     """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""

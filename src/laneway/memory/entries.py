@@ -87,7 +87,6 @@ class Schedule:
         order: entries by first use, as learned; empty: the reverse of saving.
         held: for each entry the event until which others hold its storage: before that, its leaving frees nothing.
         prefetch: bring entries back before they are asked for, as far as the allowance goes.
-        pending: most bytes that may be leaving at a time; more wait.
         victims: where ``choices`` leave more than the allowance: whom to send out, best first, given the resident entries not
             used yet and the bytes wanted (a policy); None: nobody.
     """
@@ -97,7 +96,6 @@ class Schedule:
     order: Sequence[int] = ()
     held: Sequence[int] = ()
     prefetch: bool = True
-    pending: float = float("inf")
     victims: Callable[[list[Entry], float], Iterable[Entry]] | None = None
 
     def choice(self, index: int) -> Choice:

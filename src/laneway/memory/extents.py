@@ -79,9 +79,10 @@ class Known(Generic[T]):
         storage = tensor.untyped_storage()
         self._found[storage._cdata] = (StorageWeakRef(storage), value)
 
-    def drop(self, key: Key) -> None:
-        """Forget the storage of this identity."""
-        self._found.pop(key, None)
+    def drop(self, key: Key, value: T) -> None:
+        """Forget the storage of this identity, if ``value`` is what is known of it."""
+        if key in self._found and self._found[key][1] is value:
+            del self._found[key]
 
     def clear(self) -> None:
         """Forget everything."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def manage_memory(
     elif given:
         raise InputError("config", given, "either config or single fields, not both")
     if not config.on:
-        config = resolve(arguments={**given, "budget": "auto"})
+        config = replace(config, budget="auto")
     device = device_of(model)
     throttle = make_throttle(config, busy)
     meter = exact_meter(device)

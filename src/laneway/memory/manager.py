@@ -213,6 +213,11 @@ class MemoryManager:
         self.counted += 1
         self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account))
 
+    def since(self, counted: int) -> list[PassReport]:
+        """Reports of the passes after the first ``counted``, as far back as they are kept."""
+        new = self.counted - counted
+        return list(self.passes)[-new:] if new else []
+
     def abandon_pass(self) -> Signature | None:
         """Close a pass that failed: nothing is learnt from it. Returns the shape it was of; None where none was under way."""
         self._watch.clear()
@@ -236,7 +241,13 @@ class MemoryManager:
         key = signature, round(drift / (DRIFT * self.budget))
         plan = self._plans.pop(key, None)
         if plan is None:
-            plan = make_plan(profile.shifted(drift), self.budget_of(signature), self.link(), **self._solver())
+            plan = make_plan(
+                profile.shifted(drift),
+                self.budget_of(signature),
+                self.link(),
+                solver=self.config.solver,
+                recompute=self.recompute,
+            )
         self._plans[key] = plan  # as the one used last
         while len(self._plans) > PLANS:
             del self._plans[next(iter(self._plans))]
@@ -270,9 +281,6 @@ class MemoryManager:
 
     def _drop_plans(self, signature: Signature) -> None:
         self._plans = {key: plan for key, plan in self._plans.items() if key[0] != signature}
-
-    def _solver(self) -> dict[str, Any]:
-        return {"solver": self.config.solver, "recompute": self.recompute}
 
     def _reactive(self, signature: Signature) -> Schedule:
         """No plan: send out what was saved first as soon as what the pass makes beside might not fit any more."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laneway.core import LanewayError
-from laneway.memory.extents import View, plain
+from laneway.memory.extents import View, plain, version_of
 from laneway.memory.retry import RngState
 from laneway.memory.tier import Slot, Tier, TierFullError
 
@@ -29,7 +29,7 @@ class Buffers:
         self.model = model
         self._changing: set[str] = set()
         self._copies: dict[str, Tensor] = {}
-        self._seen: dict[str, tuple[Tensor, int]] = {}
+        self._seen: dict[str, tuple[Tensor, int | None]] = {}
 
     def take(self) -> None:
         """Note them all. Allocates the first time; where that fails nothing has happened, and it can be called again."""
@@ -42,7 +42,7 @@ class Buffers:
                 self._copies[name] = buffer.detach().clone()
             else:
                 copy.copy_(buffer.detach())
-        self._seen = {name: (buffer, _version(buffer)) for name, buffer in found.items()}
+        self._seen = {name: (buffer, version_of(buffer)) for name, buffer in found.items()}
 
     def passed(self) -> None:
         """The micro-batch went through: see which large ones it changed."""
@@ -72,7 +72,7 @@ class Buffers:
 
     def _changed(self, name: str, buffer: Tensor) -> bool:
         seen = self._seen.get(name)
-        return seen is None or seen[0] is not buffer or seen[1] != _version(buffer)
+        return seen is None or seen[0] is not buffer or seen[1] != version_of(buffer)
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
         parent, _, leaf = name.rpartition(".")
@@ -226,10 +226,6 @@ class Before:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _whole(tensor: Tensor) -> bool:

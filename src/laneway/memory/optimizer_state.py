@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laneway.core import InputError, LanewayError, positive_int
+from laneway.memory.extents import key_of
 from laneway.memory.optimizer_chunks import Options, step_of
 from laneway.memory.parcel import Books, Parcel, Where
 from laneway.memory.state_loading import StateLoading
@@ -182,7 +183,7 @@ class StreamedOptimizerState:
             found: dict[int, list[Tensor]] = {}
             for value in self.optimizer.state.get(parameter, {}).values():
                 if _moves(value):
-                    found.setdefault(value.untyped_storage()._cdata, []).append(value)
+                    found.setdefault(key_of(value), []).append(value)
             kept = []
             for parcel in self._parcels.get(parameter, ()):
                 if [id(t) for t in found.get(parcel.storage._cdata, ())] == [id(t) for t in parcel.tensors]:

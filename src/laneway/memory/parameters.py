@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from laneway.core import InputError, positive_int
+from laneway.memory.extents import key_of
 from laneway.memory.parcel import Books, Parcel, Where
 from laneway.memory.saved_parameters import SavedParameters
 from laneway.memory.tier import Tier
@@ -50,7 +51,7 @@ class StreamedParameters:
         self._parcels = _parcels_of(model, tier, self._books, positive_int("smallest", smallest, 0))
         self._own = {
             module: list(
-                dict.fromkeys(self._parcels[c] for p in module.parameters(recurse=False) if (c := _key(p)) in self._parcels)
+                dict.fromkeys(self._parcels[c] for p in module.parameters(recurse=False) if (c := key_of(p)) in self._parcels)
             )
             for module in model.modules()
         }
@@ -135,7 +136,7 @@ class StreamedParameters:
             if (
                 isinstance(leaf, Tensor)
                 and leaf.layout is torch.strided
-                and (parcel := self._parcels.get(_key(leaf))) is not None
+                and (parcel := self._parcels.get(key_of(leaf))) is not None
             ):
                 self._kept.add(parcel)
         self._send(self._own[module])
@@ -214,16 +215,12 @@ class _Route:
         self._before, self._now, self._place = self._now, [], 0
 
 
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _parcels_of(model: nn.Module, tier: Tier, books: Books, smallest: int) -> dict[int, Parcel]:
     """A parcel for each storage of parameters, by the storage's address, which is its own as long as the parcel holds it."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.layout is torch.strided and parameter.untyped_storage().nbytes() >= max(1, smallest):
-            found.setdefault(_key(parameter), {})[name] = parameter
+            found.setdefault(key_of(parameter), {})[name] = parameter
     for tensors in found.values():
         name, parameter = next(iter(tensors.items()))
         if not parameter.untyped_storage().resizable():

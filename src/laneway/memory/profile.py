@@ -15,7 +15,7 @@ class EntryProfile:
 
     Attributes:
         nbytes: its size.
-        name: the module it was saved in, for reports.
+        name: the module that can compute it again, for reports; empty where none can.
         seconds: what computing it again takes; None: it can't be.
         needs: entries that computing it again reads.
         held: the event until which others than autograd hold the storage; before it, nothing is gained by moving the entry.

@@ -31,7 +31,6 @@ class Recorder:
         self.books, self.meter, self.clock, self.settle = books, meter, clock, settle
         self.profile = PassProfile(static=meter.live())
         self.peak = 0
-        self.module = ""
         self.block: int | None = None
         self._inputs: dict[int, set[int]] = {}  # storages that are a block's arguments
         self._other = 0
@@ -52,7 +51,6 @@ class Recorder:
         self._since, self._other = now, 0
         if kind == "save":
             self._new(entry)
-        self._lingering = self._look_at_holders()
 
     def finish(self) -> PassProfile:
         """The profile, when the pass has ended."""
@@ -91,7 +89,7 @@ class Recorder:
 
     def _new(self, entry: Entry) -> None:
         recipe = entry.body.recipe
-        facts = EntryProfile(entry.nbytes, self.module, block=self.block)
+        facts = EntryProfile(entry.nbytes, block=self.block)
         if recipe is not None and recipe.seconds is not None:
             facts.name, facts.seconds = recipe.name, recipe.seconds
             facts.needs = tuple(sorted({needed.index for needed in recipe.entries()}))
@@ -112,8 +110,8 @@ class Recorder:
         self.settle()
         peak = self.meter.peak()
         self.peak = max(self.peak, peak)
-        lingering = min(self._lingering, self._look_at_holders())
-        self._other = max(self._other, peak - self.books.resident - lingering)
+        before, self._lingering = self._lingering, self._look_at_holders()
+        self._other = max(self._other, peak - self.books.resident - min(before, self._lingering))
         self.meter.reset_peak()
 
     def _look_at_holders(self) -> int:

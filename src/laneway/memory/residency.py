@@ -102,6 +102,19 @@ class Residency:
                 self._wait_oldest()
             return freed
 
+    def evict_if_idle(self, nbytes: float) -> int:
+        """``evict``, unless the books are open, here or in another thread. Returns the bytes that left the device."""
+        if not self.lock.acquire(blocking=False):
+            return 0
+        try:
+            if self._open:
+                return 0
+            before = self.resident
+            self.evict(nbytes)
+            return before - self.resident
+        finally:
+            self.lock.release()
+
     @contextmanager
     def _opened(self) -> Generator[None]:
         """Hold the lock; what was freed meanwhile is seen to at the end."""
@@ -184,7 +197,7 @@ class Residency:
             for victim in victims(self._idle(), wanted):
                 if self.resident - self.leaving_bytes <= allowed or not self._send(victim):
                     break
-        while self._leaving and (self.resident > allowed or self.leaving_bytes > self.schedule.pending):
+        while self._leaving and self.resident > allowed:
             self.account.write_stall += self._wait_oldest()
         if self.resident > allowed:
             self.account.over_allowance += 1

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
+from laneway.memory.extents import key_of
 from laneway.memory.parcel import Parcel
 
 
@@ -96,7 +97,7 @@ class _Hooks:
 
     def pack(self, tensor: Tensor) -> Any:
         if tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__"):
-            parcel = self.saved.parcels.get(tensor.untyped_storage()._cdata)
+            parcel = self.saved.parcels.get(key_of(tensor))
             if parcel is not None:
                 return _Use(self.saved, parcel, tensor)
         return _Watched(tensor) if self.outside is None else (self.outside[0](tensor),)

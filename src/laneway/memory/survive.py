@@ -291,18 +291,7 @@ class Survivor:
 
     def _evict(self, nbytes: int) -> int:
         """Send saved tensors out; returns the bytes that left. Nothing where the books are in the middle of something."""
-        if self.manager is None:
-            return 0
-        books = self.manager.activations.books
-        if books.lock.acquire(blocking=False):
-            try:
-                if not books._open:
-                    before = books.resident
-                    books.evict(nbytes)
-                    return before - books.resident
-            finally:
-                books.lock.release()
-        return 0
+        return 0 if self.manager is None else self.manager.activations.books.evict_if_idle(nbytes)
 
     def _make_room(self) -> None:
         free_unused(self.device)

@@ -73,9 +73,8 @@ class RunMemory:
         if self.manager is None:
             return {}
         self.manager.end_pass()
-        new = self.manager.counted - self._seen
+        row = metrics_of(self.manager.since(self._seen))
         self._seen = self.manager.counted
-        row = metrics_of(list(self.manager.passes)[-new:] if new else [])
         if self.survivor is not None:
             row |= {f"memory_{kind}": count for kind, count in self.survivor.counts.items()}
         return row

@@ -15,7 +15,7 @@ Precision = Literal["fp32", "bf16", "fp8"]
 class Layout:
     """Degrees of parallelism and the dials that go with them.
 
-    Ranks run tp innermost, then cp, dp_shard, dp_replicate, and pp outermost. Expert parallelism re-uses the
+    Ranks run tp innermost, then cp, dp_shard, dp_replicate, and pp outermost. Expert parallelism reuses the
     dp_shard × cp ranks (ep divides their product).
 
     Attributes:

@@ -2,18 +2,24 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Processes that run the tests, with one thread each: a file's tests stay together, so that what it sets up is set up once.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
 
-.PHONY: train test test-slow lint types imports docs figures bench clean
+.PHONY: dev train test test-slow lint types imports docs figures bench clean
 
 train: $(VENV)/.run-ready
 	$(BIN)/laneway train
 
+# All that the targets below need; they make it themselves.
+dev: $(VENV)/.dev-ready
+
 test: $(VENV)/.dev-ready
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-slow: $(VENV)/.dev-ready
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 lint: $(VENV)/.dev-ready
 	$(BIN)/ruff check .

@@ -23,6 +23,26 @@ def pseudo_text(size: int, seed: int = 1) -> str:
     return "".join(parts)
 
 
+LONG = (
+    "test_triton_kernels.py",
+    "test_parallel_curves.py",
+    "test_survive.py",
+    "test_torchrun_train.py",
+    "test_survive_ranks.py",
+    "test_cpu_kernels.py",
+    "test_train_resume.py",
+    "test_train_loop.py",
+    "test_build.py",
+    "test_site_ops.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest come first: of several processes none then waits for the last file of another."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty kilobytes of text; token shards may go into the folder ``cache`` beside it."""

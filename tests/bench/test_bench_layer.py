@@ -153,6 +153,7 @@ def test_the_fastest_compiled_peer_is_named():
     assert list(none) == ["over_floor"]
 
 
+@pytest.mark.slow  # `laneway bench layer --json` of tests/cli reads the rows of such a process
 def test_worker_process_prints_rows_alone():
     done = subprocess.run(
         [sys.executable, "-m", "laneway.bench.layer", json.dumps(asdict(SMALL))],

@@ -28,8 +28,14 @@ def _text(tmp_path, monkeypatch):
     monkeypatch.setenv("LANEWAY_CACHE", str(tmp_path))
 
 
-def test_rows_and_summary():
-    report = quality.run(TINY)
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LANEWAY_CACHE", str(tmp_path_factory.mktemp("text")))
+        return quality.run(TINY)
+
+
+def test_rows_and_summary(report):
     rows = report.tables["quality"]
     assert [(row["seed"], row["variant"]) for row in rows] == [(s, v) for s in (0, 1) for v in TINY.variants]
     assert all(row["gain_forward_max"] >= 1.0 - 1e-4 for row in rows)
@@ -45,9 +51,9 @@ def test_rows_and_summary():
     assert mhc["val_loss"]["low"] < mean < mhc["val_loss"]["high"]
 
 
-def test_training_is_the_same_run_as_alone():
+def test_training_is_the_same_run_as_alone(report):
     """Side by side or alone: the loss of a variant does not depend on its neighbours."""
-    together = {row["variant"]: row["val_loss"] for row in quality.run(TINY).tables["quality"] if row["seed"] == 0}
+    together = {row["variant"]: row["val_loss"] for row in report.tables["quality"] if row["seed"] == 0}
     alone = quality.run(replace(TINY, variants=("residual",), seeds=1)).tables["quality"][0]["val_loss"]
     assert together["residual"] == alone
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 CURVES = str(Path(__file__).with_name("curves.py"))
+TRAIN = ("-m", "laneway", "train", "--config", "c.toml")
 
 
 def torchrun(ranks: int, *command: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -1,15 +1,18 @@
-"""Two processes train the curve of one: DDP and FSDP2, with and without accumulation, on the same global batches."""
+"""Two processes train the curve of one: DDP and FSDP2, with and without accumulation, on the same global batches; and go on."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launch import CURVES, torchrun
+from launch import CURVES, TRAIN, torchrun
 
-from laneway.checkpoint import load_export
+from laneway.checkpoint import CheckpointStore, load_export
 from laneway.rundir import RunDirectory
 from laneway.train.config import TrainConfig
 from laneway.train.loop import train
@@ -107,3 +110,38 @@ def test_shared_files_are_written_once(curves, way):
         for name in (way, "one")
     ]
     assert samples[0] == samples[1]
+
+
+def cut_to(run: Path, step: int) -> None:
+    """What the run directory looked like right after the checkpoint of ``step``, had the processes been killed then."""
+    store = CheckpointStore(RunDirectory(run))
+    for later in [found for found in store.steps() if found > step]:
+        shutil.rmtree(store.folder(later))
+    assert store.latest_step() == step
+
+
+def test_a_resumed_run_of_two_ranks_is_exact_and_prints_one_json_object(curves, small, tmp_path):
+    """From the command line, in the run's own way."""
+    shutil.copytree(curves / "ddp", tmp_path / "run")
+    cut_to(tmp_path / "run", 5)
+    (tmp_path / "c.toml").write_text(to_toml(small))
+    done = torchrun(2, *TRAIN, "--parallel", "ddp", "--out", "run", "--json", "--resume", cwd=tmp_path)
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert (result["run"], result["steps"]) == ("run", small.steps)
+    assert done.stderr.count("step 10/10") == 1  # the other rank keeps silent
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert column(tmp_path / "run", key) == column(curves / "ddp", key)
+    assert result["val_loss"] == column(curves / "ddp", "val_loss")[-1]
+    assert ("resume", 5) in [(event["kind"], event["step"]) for event in RunDirectory(tmp_path / "run").read_events()]
+    expected, _ = load_export(curves / "ddp" / "export")
+    found, _ = load_export(tmp_path / "run" / "export")
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_one_rank_goes_on_where_two_sharded_ones_stopped(curves, small, tmp_path):
+    shutil.copytree(curves / "fsdp", tmp_path / "run")
+    cut_to(tmp_path / "run", 5)
+    alone = dataclasses.replace(small, parallel="none")
+    result = train(alone, out=tmp_path / "run", resume=True, console=None)
+    assert column(tmp_path / "run", "loss") == pytest.approx(column(curves / "one", "loss"), rel=2e-5)
+    assert result.steps == 10

@@ -1,29 +1,23 @@
-"""`torchrun -m laneway train` as a user types it: output, exact resume, other numbers of ranks, errors, signals."""
+"""`torchrun -m laneway train` as a user types it: errors and signals; its output and resuming are in test_parallel_curves."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launch import torchrun
+from launch import TRAIN, torchrun
 
 from laneway.checkpoint import CheckpointStore
 from laneway.rundir import RunDirectory
 from laneway.train.config import TrainConfig
-from laneway.train.loop import train
 from laneway.train.settings import to_toml
 
 pytestmark = pytest.mark.distributed
-
-TRAIN = ("-m", "laneway", "train", "--config", "c.toml")
 
 
 @pytest.fixture
@@ -31,44 +25,6 @@ def here(small: TrainConfig, tmp_path: Path) -> Path:
     """A folder with the configuration in it, where commands run."""
     (tmp_path / "c.toml").write_text(to_toml(small))
     return tmp_path
-
-
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in RunDirectory(folder).read_metrics() if "loss" in row]
-
-
-def cut_to(run: Path, step: int) -> None:
-    """What the run directory looked like right after the checkpoint of ``step``, had the processes been killed then."""
-    store = CheckpointStore(RunDirectory(run))
-    for later in [found for found in store.steps() if found > step]:
-        for path in sorted(store.folder(later).rglob("*"), reverse=True):
-            path.unlink()
-        store.folder(later).rmdir()
-    assert store.latest_step() == step
-
-
-def test_two_ranks_print_one_json_object_and_resume_exactly(here, small):
-    done = torchrun(2, *TRAIN, "--out", "run", "--json", cwd=here)
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert result["run"] == "run"
-    assert result["steps"] == small.steps
-    assert done.stderr.count("step 10/10") == 1  # the other rank keeps silent
-    first = losses(here / "run")
-    cut_to(here / "run", 5)
-    again = torchrun(2, *TRAIN, "--out", "run", "--json", "--resume", cwd=here)
-    assert json.loads(again.stdout)["val_loss"] == result["val_loss"]
-    assert losses(here / "run") == first
-    assert ("resume", 5) in [(event["kind"], event["step"]) for event in RunDirectory(here / "run").read_events()]
-
-
-def test_one_rank_goes_on_where_two_sharded_ones_stopped(here, small):
-    train(small, out=here / "one", console=None)
-    torchrun(2, *TRAIN, "--out", "run", "--parallel", "fsdp", cwd=here)
-    cut_to(here / "run", 5)
-    alone = dataclasses.replace(small, parallel="none")
-    result = train(alone, out=here / "run", resume=True, console=None)
-    assert losses(here / "run") == pytest.approx(losses(here / "one"), rel=2e-5)
-    assert result.steps == 10
 
 
 @pytest.mark.parametrize(

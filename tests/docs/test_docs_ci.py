@@ -12,6 +12,8 @@ from pages import ROOT
 
 CLOSING = "======= 12 passed, 1 skipped in 3.21s ======="
 MAKEFILE = """
+dev:
+\t@echo ready
 test:
 \t@echo '=== 3 failed of old ==='; echo '{closing}'; {then}
 lint types imports docs:
@@ -41,7 +43,7 @@ def test_tests_come_first_and_their_closing_line_last(tmp_path):
     assert lines[-2:] == [CLOSING, "ci: all checks passed"]
     ran = [line for line in lines if line.startswith("ran ")]
     assert ran == ["ran lint", "ran types", "ran imports", "ran docs"]
-    assert lines.index(CLOSING) < lines.index("ran lint")
+    assert lines.index("ready") < lines.index(CLOSING) < lines.index("ran lint")
     assert "ci: no chromium here (browser tests skip without it)" in lines
 
 
@@ -61,11 +63,11 @@ def test_the_script_is_executable_and_calls_targets_that_exist():
         target for line in script.read_text("utf-8").splitlines() if line.startswith("make ") for target in line.split()[1:]
     ]
     wanted = [target for target in called if re.fullmatch(r"[\w-]+", target) and target != "tee"]
-    assert wanted[:5] == ["test", "lint", "types", "imports", "docs"]
+    assert wanted[:6] == ["dev", "test", "lint", "types", "imports", "docs"]
     assert set(wanted) <= targets
 
 
-@pytest.mark.parametrize("target", ["test", "lint", "types", "imports", "docs", "figures", "bench", "test-slow", "train"])
+@pytest.mark.parametrize("target", ["dev", "test", "lint", "types", "imports", "docs", "figures", "bench", "test-slow", "train"])
 def test_targets_are_phony(target):
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert phony

@@ -8,7 +8,7 @@ import laneway as lw
 
 
 def test_a_chain_is_served_by_triton():
-    sites = [lw.HyperConnection(20, 4, site=i) for i in range(2)]
+    sites = [lw.HyperConnection(20, 4, site=i, iterations=5) for i in range(2)]
     with torch.no_grad():
         for site in sites:
             site.fn.normal_(std=0.1)

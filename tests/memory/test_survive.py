@@ -36,7 +36,7 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits 
 def survival(*cases: str) -> dict[str, Any]:
     command = [sys.executable, "-W", "error", str(Path(__file__).with_name("survival.py")), *cases]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

@@ -1,4 +1,4 @@
-"""A disk that is full for some steps costs a run neither steps nor rows: what could not be written waits, the next interval saves."""
+"""A disk that is full for some steps costs a run neither steps nor rows: rows wait, and the next interval saves."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class TrainConfig:
     max_nonfinite: int = 10
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
     max_failed_checkpoints: int = 3
-    """Intervals in a row whose checkpoint may fail (a full disk): the run goes on, and stops at the next; 0: it stops at the first."""
+    """Intervals in a row whose checkpoint may fail (a full disk): the run goes on; 0: the first one stops it."""
 
     def problems(self, world_size: int = 1) -> list[InputError]:
         """Everything that is wrong with the configuration, one error a field, for a run on ``world_size`` ranks."""

@@ -2,8 +2,9 @@
 
 Every run is a chain of real processes under one supervisor (``soak_server``), the same for all variants, and each process has a
 hard limit of memory: the counting allocator raises ``torch.OutOfMemoryError`` over it. The limit is ``LIMIT`` × the peak of the
-same training with usual batches and no manager. Faults are drawn from the seed (``soak_schedule``), equally many of each kind; each
-kind also comes alone. A run is compared with its reference: the same batches, spikes and NaN included, no limit, no other faults.
+same training with usual batches and no manager. Faults are drawn from the seed (``soak_schedule``), equally many of each
+kind, which also comes alone. A run is compared with its reference: the same batches, spikes and NaN included, no limit and no
+other faults.
 
 What is protected in each variant is in its rows. ``unmanaged``: no memory manager; stops at a number that is not finite, at a
 full disk, and where the newest checkpoint can't be loaded. ``protected``: the training loop's own recovery, no memory manager.
@@ -88,7 +89,8 @@ def quick(options: SoakOptions) -> SoakOptions:
 
 def run(options: SoakOptions, progress: Callable[[str], None] = lambda line: None) -> Report:
     """Run all; the rows go to the table ``soak``."""
-    began, rows = time.perf_counter(), []
+    began = time.perf_counter()
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="laneway-soak-") as folder:
         server = Server(Path(folder))
         try:
@@ -99,7 +101,13 @@ def run(options: SoakOptions, progress: Callable[[str], None] = lambda line: Non
     notes = [f"{time.perf_counter() - began:.0f} s; {_schedule_note(options)}"]
     if not server.real_disk:
         notes.append("no file system can be mounted here: a limit on the size of files stood for the full disk")
-    return Report("soak", {"soak": rows}, summarise(rows), notes)
+    return report(rows, notes)
+
+
+def report(rows: list[Row], notes: list[str]) -> Report:
+    """Rows of any number of schedules, with what they come to."""
+    compared = compare(rows)
+    return Report("soak", {"soak": rows, "soak_summary": compared}, summarise(rows, compared), notes)
 
 
 def _schedule_note(options: SoakOptions) -> str:
@@ -187,30 +195,42 @@ def _line(row: Row) -> str:
     return f"  {row['faults']:<8} {row['variant']:<10} {row['interruptions']} interruptions, {lost}, exact {row['exact']}{ended}"
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """For each kind of fault: ratios of variants (median over the seeds, least and most), and what share came out exactly."""
-    found: dict[str, Any] = {}
+def compare(rows: Sequence[Row]) -> list[Row]:
+    """Ratios of two variants for each kind of fault: median over the seeds, the least and the most of them.
+
+    None where what is divided by was 0 in every run.
+    """
+    found: list[Row] = []
     for scenario in dict.fromkeys(row["faults"] for row in rows):
         here = {(row["variant"], row["seed"]): row for row in rows if row["faults"] == scenario}
-        variants = list(dict.fromkeys(variant for variant, _ in here))
         seeds = sorted({seed for _, seed in here})
-        figures: dict[str, Any] = {}
         for above, below in PAIRS:
-            if above in variants and below in variants:
-                for name in RATIOS:
-                    pairs = [(here[above, seed][name], here[below, seed][name]) for seed in seeds]
-                    figures[f"{name}: {above} over {below}"] = _over([a / b for a, b in pairs if b])
-        for variant in variants:
-            own = [here[variant, seed] for seed in seeds]
-            figures[f"interruptions: {variant}"] = _over([row["interruptions"] for row in own])
-            figures[f"exact: {variant}"] = statistics.fmean(row["exact"] for row in own)
-            figures[f"completed: {variant}"] = statistics.fmean(row["completed"] for row in own)
-        found[scenario] = figures
+            if {above, below} - {variant for variant, _ in here}:
+                continue
+            for figure in RATIOS:
+                pairs = [(here[above, seed][figure], here[below, seed][figure]) for seed in seeds]
+                ratios = _spread([a / b for a, b in pairs if b])
+                found.append(
+                    {"faults": scenario, "figure": figure, "variant": above, "over": below, **ratios, "seeds": len(seeds)}
+                )
     return found
 
 
-def _over(values: Sequence[float]) -> dict[str, float | None]:
-    """Median, least and most; of nothing (what is divided by never happened), None."""
+def summarise(rows: Sequence[Row], compared: Sequence[Row]) -> dict[str, Any]:
+    """For each kind of fault the ratios, and for each variant its interruptions and what share of the runs came out exactly."""
+    found: dict[str, Any] = {row["faults"]: {} for row in rows}
+    for row in compared:
+        name = f"{row['figure']}: {row['variant']} over {row['over']}"
+        found[row["faults"]][name] = {part: row[part] for part in ("value", "low", "high")}
+    for scenario, variant in dict.fromkeys((row["faults"], row["variant"]) for row in rows):
+        own = [row for row in rows if (row["faults"], row["variant"]) == (scenario, variant)]
+        found[scenario][f"interruptions: {variant}"] = _spread([row["interruptions"] for row in own])
+        for name in ("exact", "completed"):
+            found[scenario][f"{name}: {variant}"] = statistics.fmean(row[name] for row in own)
+    return found
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return {"value": None, "low": None, "high": None}
     return Interval(statistics.median(values), min(values), max(values)).as_json()

@@ -34,12 +34,12 @@ class Fault:
 class Workload:
     """A small GPT with wide residual streams on this Python's own sources."""
 
-    steps: int = 48
-    checkpoint_every: int = 8
+    steps: int = 30
+    checkpoint_every: int = 6
     batch_size: int = 4
     lengths: tuple[int, ...] = (24, 32, 48)
     """Usual sequence lengths; each step draws one."""
-    layers: int = 4
+    layers: int = 3
     dim: int = 64
     heads: int = 4
     streams: int = 4

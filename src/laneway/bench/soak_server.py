@@ -24,6 +24,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from laneway.bench.soak_schedule import Fault, Job, Progress
 from laneway.bench.soak_worker import RUN, TIER, free_disk, work
 from laneway.checkpoint import CheckpointStore
@@ -41,6 +43,7 @@ def main(folder: str, mount: str) -> None:
     disk.mkdir()
     if mount == "yes":
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(disk)], check=True)
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # torch imports much when it makes its first optimizer
     gc.freeze()
     for line in sys.stdin:
         job = Job.of(json.loads(line))

@@ -361,8 +361,8 @@ def _soak(
     faults: str = "spike,nan,kill,disk,corrupt",
     variants: str = "unmanaged,protected,managed",
     seeds: int = 3,
-    steps: int = 48,
-    checkpoint_every: int = 8,
+    steps: int = 30,
+    checkpoint_every: int = 6,
     each: int = 1,
 ) -> _Job:
     """Training of varying length under a memory limit with faults: interruptions and work lost, managed and unmanaged.
@@ -370,7 +370,7 @@ def _soak(
     Args:
         quick: at most 60 s on 2 cores: one schedule with one fault of each kind, all together, in fewer and shorter steps.
         json: one JSON object on stdout.
-        save: append the rows to DIR/soak.csv; without DIR to benchmarks/results of the source checkout.
+        save: append the rows to DIR/soak.csv and soak_summary.csv; without DIR to benchmarks/results of the source checkout.
         faults: comma-separated kinds, each alone and all together: spike, nan, kill, disk, corrupt.
         variants: comma-separated: unmanaged (must be there), protected (no memory manager), managed.
         seeds: schedules, from seeds 0 … N−1.

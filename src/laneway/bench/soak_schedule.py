@@ -32,7 +32,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Workload:
-    """A small GPT with wide residual streams on this Python's own sources."""
+    """A small GPT with wide residual streams."""
 
     steps: int = 30
     checkpoint_every: int = 6
@@ -44,6 +44,8 @@ class Workload:
     heads: int = 4
     streams: int = 4
     lr: float = 3e-3
+    text: str = "stdlib"
+    """Text to train on, as ``data.path`` of a run: this Python's own sources, or a path."""
 
     @property
     def context(self) -> int:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from laneway.bench.soak_schedule import PROTECTIONS, Fault, Job, Progress, length
 from laneway.checkpoint import CheckpointStore
 from laneway.core import LanewayError
+from laneway.data.text import TextDataConfig
 from laneway.memory.config import MemoryConfig
 from laneway.memory.counting import CountingAllocator
 from laneway.memory.oom import out_of_memory
@@ -75,6 +76,7 @@ def configuration(job: Job) -> TrainConfig:
         memory = MemoryConfig(budget=str(job.budget), tier="disk", folder=tier, collective_reservation=0.0)
     return TrainConfig(
         model=GPTConfig(context=work.context, layers=work.layers, heads=work.heads, dim=work.dim, streams=work.streams),
+        data=TextDataConfig(path=work.text),
         optimizer=OptimizerConfig(lr=work.lr),
         memory=memory,
         steps=work.steps,

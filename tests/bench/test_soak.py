@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -96,13 +96,11 @@ def test_wrong_options_are_named(name, change):
         soak.SoakOptions(**change).check()
 
 
-def test_a_managed_run_gets_over_what_ends_an_unmanaged_one(text_file, tmp_path, monkeypatch):
-    """Real processes: spikes over the limit, and NaN."""
-    monkeypatch.setenv("LANEWAY_CACHE", str(tmp_path))
-    work = Workload(steps=20, checkpoint_every=6, lengths=(16, 24), layers=2, text=str(text_file))
-    options = soak.SoakOptions(
-        ("spike", "nan"), ("unmanaged", "managed"), seeds=1, alone=False, workload=replace(work, batch_size=2)
-    )
+def test_a_managed_run_gets_over_what_ends_an_unmanaged_one(text_file, tmp_path):
+    """Real processes: a spike over the limit, and NaN."""
+    text = {"text": str(text_file), "cache": str(tmp_path)}
+    work = Workload(steps=20, checkpoint_every=8, **text)
+    options = soak.SoakOptions(("spike", "nan"), ("unmanaged", "managed"), seeds=1, alone=False, workload=work)
     options.check()
     said: list[str] = []
     unmanaged, managed = soak.run(options, said.append).tables["soak"]

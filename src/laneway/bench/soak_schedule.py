@@ -46,6 +46,8 @@ class Workload:
     lr: float = 3e-3
     text: str = "stdlib"
     """Text to train on, as ``data.path`` of a run: this Python's own sources, or a path."""
+    cache: str | None = None
+    """Folder of its tokens, as ``data.cache``."""
 
     @property
     def context(self) -> int:
@@ -75,8 +77,9 @@ class Job:
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Job:
         """Undo of ``dataclasses.asdict``, also after a way through JSON."""
-        workload = Workload(**{**plain["workload"], "lengths": tuple(plain["workload"]["lengths"])})
-        return cls(**{**plain, "workload": workload, "faults": tuple(Fault(**fault) for fault in plain["faults"])})
+        work: dict[str, Any] = plain["workload"] | {"lengths": tuple(plain["workload"]["lengths"])}
+        parts: dict[str, Any] = {"workload": Workload(**work), "faults": tuple(Fault(**fault) for fault in plain["faults"])}
+        return cls(**plain | parts)
 
 
 @dataclass

@@ -76,7 +76,7 @@ def configuration(job: Job) -> TrainConfig:
         memory = MemoryConfig(budget=str(job.budget), tier="disk", folder=tier, collective_reservation=0.0)
     return TrainConfig(
         model=GPTConfig(context=work.context, layers=work.layers, heads=work.heads, dim=work.dim, streams=work.streams),
-        data=TextDataConfig(path=work.text),
+        data=TextDataConfig(path=work.text, cache=work.cache),
         optimizer=OptimizerConfig(lr=work.lr),
         memory=memory,
         steps=work.steps,
@@ -112,7 +112,8 @@ class _Faults:
         if step == self.disk_free_at:
             free_disk(Path(self.job.folder))
         if self._due(self.of_batch, step, "nan"):
-            self.poison = register_module_forward_hook(_poison)
+            hook: Any = _poison  # torch's annotation has no hooks that change the output, its documentation has
+            self.poison = register_module_forward_hook(hook)
         if self._due(self.once, step, "disk"):
             self.tell({"fired": step})
             self.disk_free_at = step + self.job.workload.checkpoint_every

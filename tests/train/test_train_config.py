@@ -36,6 +36,7 @@ def test_the_default_is_fine():
         ("keep_checkpoints", 0),
         ("sample_tokens", -1),
         ("max_nonfinite", 0),
+        ("max_failed_checkpoints", -1),
         ("model.streams", 0),
         ("model.dim", -4),
         ("model.residual", "mch"),

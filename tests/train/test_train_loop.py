@@ -375,3 +375,17 @@ def test_a_resume_that_finds_the_disk_full_keeps_the_configuration(change, tmp_p
         quiet(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
     assert not list((tmp_path / "run").glob(".tmp*"))
+
+
+def test_what_is_trained_on_may_be_made_of_the_batch(change, tmp_path):
+    seen: list[tuple[int, ...]] = []
+
+    def shorter(step: int, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = (part[:, : 8 * step] for part in batch)
+        seen.append((step, *inputs.shape))
+        return inputs, targets
+
+    quiet(change(steps=3), tmp_path / "run", on_batch=shorter)
+    assert seen == [(1, 8, 8), (2, 8, 16), (3, 8, 24)]
+    tokens = [row["tokens_per_s"] * row["step_ms"] / 1000 for row in rows(tmp_path / "run")]
+    assert tokens == pytest.approx([64, 128, 192])

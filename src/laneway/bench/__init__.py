@@ -16,6 +16,7 @@ BENCHES = {
     "modalities": "images, and images with text, with and without hyper-connections: accuracy, step time",
     "precision": "a training step in fp32 and under bf16 autocast: how many times faster, on which instructions",
     "convert": "a pretrained Llama goes on training: plain, converted with its maps alone, converted as a whole",
+    "soak": "training of varying length under a memory limit, with spikes, NaN, kills, a full disk, damage: managed, unmanaged",
     "policies": "eviction policies on recorded training steps in a simulated device: stall, overhead, bytes moved",
     "lora": "fine-tunes with a mistake: whether the consistency check says so before the loss does, and its false alarms",
 }

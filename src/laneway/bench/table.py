@@ -32,9 +32,12 @@ COLUMNS = {
              "val_loss_bound"),
     "policies": ("trace", "link_mb_s", "budget", "mode", "policy", "variant", "time_s", "stall_s", "overhead_percent",
                  "bytes_out", "bytes_in", "recomputed_s"),
+    "soak": ("faults", "variant", "seed", "demand_over_limit", "completed", "interruptions", "by_spike", "by_nan", "by_kill",
+             "by_disk", "by_corrupt", "by_other", "longest_steps", "longest_seconds", "lost_steps", "final_loss", "exact"),
+    "soak_summary": ("faults", "figure", "variant", "over", "value", "low", "high", "seeds"),
     "lora_summary": ("group", "runs", "alarms", "earlier", "same", "later", "missed", "shown"),
 }  # fmt: skip
-LEFT = ("variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy")
+LEFT = ("variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy", "faults", "figure", "over")
 
 
 def show(report: Report, console: Console | None = None) -> None:

@@ -30,6 +30,7 @@ CADENCE = frozenset(
         "sample_prompt",
         "sample_tokens",
         "max_nonfinite",
+        "max_failed_checkpoints",
         "data.cache",
         "data.verify",
         "data.rebuild",
@@ -126,13 +127,15 @@ class TrainConfig:
     """Tokens written at the end of the run, and a quarter of them after each validation; 0: none."""
     max_nonfinite: int = 10
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
+    max_failed_checkpoints: int = 3
+    """Intervals in a row whose checkpoint may fail (a full disk): the run goes on; 0: the first one stops it."""
 
     def problems(self, world_size: int = 1) -> list[InputError]:
         """Everything that is wrong with the configuration, one error a field, for a run on ``world_size`` ranks."""
         found = [*self.model.problems("model"), *self.optimizer.problems("optimizer"), *self.memory.problems("memory")]
         counts = {"steps": 0, "batch_size": 1, "log_every": 1, "keep_checkpoints": 1, "max_nonfinite": 1}
         counts |= dict.fromkeys(("seed", "probe_every", "validate_every", "checkpoint_every", "sample_tokens"), 0)
-        counts |= {"validation_batches": 1}
+        counts |= {"validation_batches": 1, "max_failed_checkpoints": 0}
         found += collect([lambda n=name, low=low: positive_int(n, getattr(self, n), low) for name, low in counts.items()])
         found += collect(
             [

@@ -14,23 +14,25 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laneway.checkpoint import CheckpointStore, export
 from laneway.checkpoint.atomic import explain
-from laneway.core import Extension, LanewayError
-from laneway.rundir import RunDirectory, append_event, replace_file
+from laneway.core import Extension, InputError, LanewayError
+from laneway.rundir import RunDirectory, replace_file
 from laneway.train.config import TrainConfig
 from laneway.train.environment import describe_environment
 from laneway.train.faults import NonfiniteGuard, StopRequest
 from laneway.train.metrics import MetricsWriter, StepClock, peak_bytes, plain
 from laneway.train.parallel import local, resolve
+from laneway.train.patient import PatientRows
 from laneway.train.place import claimed, free_folder
 from laneway.train.progress import Display
 from laneway.train.ranks import Ranks, ranks_of_run
@@ -41,6 +43,7 @@ from laneway.train.settings import to_toml
 from laneway.train.workbench import Workbench, build
 
 EXPORT = "export"  # folder in the run directory
+Batch = tuple[Tensor, Tensor]  # inputs and targets, both int64 [b, t]
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def train(
     resume: bool = False,
     spare: bool = False,
     extensions: Sequence[Extension] = (),
+    on_batch: Callable[[int, Batch], Batch] | None = None,
     console: str | None = "stdout",
 ) -> TrainResult:
     """Train as ``config`` says and leave a run directory behind. Seeds the global generators of python, numpy and torch.
@@ -74,6 +78,8 @@ def train(
         resume: go on from the newest good checkpoint in ``out``.
         spare: where ``out`` holds a run already, take ``out-2``, ``out-3``, … instead of raising.
         extensions: take part in every step, in this order, on every rank.
+        on_batch: given the step and this rank's inputs and targets [b, t], what is trained on instead, such as shorter sequences;
+            for an exact resume it must depend on nothing else, and all ranks need the same shape.
         console: where progress goes: ``stdout``, ``stderr`` or None.
 
     Raises:
@@ -90,7 +96,7 @@ def train(
         with _disk_errors(Path(out)), _folder(ranks, Path(out), resume, spare) as run:
             layout = ranks.together(lambda: check_same_run(run, config) if resume else [])
             # In one expression: no name here keeps the model alive when the processes part.
-            return _Training(config, run, ranks, build(config, ranks), list(extensions), display, stop, started).run(
+            return _Training(config, run, ranks, build(config, ranks), list(extensions), on_batch, display, stop, started).run(
                 resume, layout
             )
 
@@ -121,17 +127,20 @@ class _Training:
         ranks: Ranks,
         bench: Workbench,
         extensions: list[Extension],
+        on_batch: Callable[[int, Batch], Batch] | None,
         display: Display,
         stop: StopRequest,
         started: float,
     ) -> None:
         self.config, self.folder, self.ranks, self.bench = config, run, ranks, bench
-        self.extensions, self.display, self.stop, self.started = extensions, display, stop, started
+        self.extensions, self.on_batch, self.display, self.stop, self.started = extensions, on_batch, display, stop, started
         self.store = CheckpointStore(run, config.keep_checkpoints)
         self.guard = NonfiniteGuard(config.max_nonfinite)
         self.clock = StepClock()
-        self.writer = MetricsWriter(run.metrics(ranks.rank))
-        self.done = 0
+        patient = config.max_failed_checkpoints > 0
+        self.writer, self.events = MetricsWriter(run.metrics(ranks.rank), patient), PatientRows(run.events, patient)
+        self.done = self.unsaved = 0
+        self.disk_full = False
         self.saved: int | None = None
         self.val_loss: float | None = None
 
@@ -186,6 +195,9 @@ class _Training:
             for extension in self.extensions:
                 extension.on_step_begin(step)
             batch = next(self.bench.loader)
+            if self.on_batch is not None:
+                batch = self.on_batch(step, batch)
+            self.clock.count(batch[0].numel() * self.ranks.world_size)
             lr = learning_rate(config.optimizer, step, config.steps)
             outcome = self.bench.stepper(batch, lr, self.stop.name is not None, lambda: self._after_backward(step))
         row: dict[str, Any] = {"loss": outcome.loss, "bits_per_byte": self._bits(outcome.loss, "train"), "lr": lr}
@@ -197,6 +209,8 @@ class _Training:
             self._event("nonfinite", loss=plain(outcome.loss), grad_norm=plain(outcome.grad_norm), in_a_row=self.guard.in_a_row)
         for extension in self.extensions:
             extension.on_step_end(step, row)
+        if survived := self.bench.memory.survived():
+            self._event("survived", **survived)
         self._look(step, batch[0], row)
         if self.guard.exhausted:
             error = self.guard.error(step, self.saved)
@@ -205,7 +219,7 @@ class _Training:
         if outcome.stop:
             self._save_if_finite()
         elif _due(step, config.checkpoint_every) and step < config.steps and self.guard.healthy:
-            self._save()  # not after a skipped step: what led to it may sit in the state, and older checkpoints must stay
+            self._save_or_go_on()  # not after a skipped step: what led to it may sit in the state, and older ones must stay
         return outcome.stop
 
     def _after_backward(self, step: int) -> None:
@@ -222,9 +236,10 @@ class _Training:
         if validating:
             row |= self._validation_row(self._validate())
         if probing or validating or _due(step, config.log_every):
-            row |= self.clock.take(config.batch_size * config.model.context) | {"peak_bytes": peak_bytes(self.ranks.device)}
+            row |= self.clock.take() | {"peak_bytes": peak_bytes(self.ranks.device)}
             row |= self.bench.memory.row()
             self.writer.write(step, row)
+        self._tell_of_a_full_disk()
         self.display.step(step, row)
         if validating and step < config.steps:
             self._sample(config.sample_tokens // 4)
@@ -257,6 +272,8 @@ class _Training:
         export(self.bench.parallel.model, described, self.folder.path / EXPORT, None if vocabulary == "byte" else vocabulary)
         bits = self._bits(val_loss, "validation")
         self._event("finish", val_loss=plain(val_loss), val_bits_per_byte=plain(bits), seconds=self._seconds())
+        for rows in (self.writer.rows, self.events):
+            rows.flush()
         return TrainResult(self.folder.path, self.done, val_loss, bits, self._seconds())
 
     # -- small helpers
@@ -285,6 +302,32 @@ class _Training:
         self.saved = self.done
         self._event("checkpoint", seconds=time.perf_counter() - start)
 
+    def _save_or_go_on(self) -> None:
+        """The checkpoint of an interval; where it can't be written, the run goes on with the older ones until the next is due.
+
+        Saving fails on all ranks where it fails on one, so they count alike. Where a rank is gone there is no going on.
+        """
+        try:
+            self._save()
+        except InputError:
+            raise
+        except LanewayError as error:
+            lost = isinstance(error.__cause__, RuntimeError)
+            if lost or self.unsaved >= self.config.max_failed_checkpoints:
+                raise
+            self.unsaved += 1
+            kept = "no checkpoint yet" if self.saved is None else f"the newest is that of step {self.saved}"
+            self._event("checkpoint_failed", reason=str(error), in_a_row=self.unsaved, newest=self.saved)
+            self.display.say(f"{error}; {kept}; tried again in {self.config.checkpoint_every} steps")
+        else:
+            self.unsaved = 0
+
+    def _tell_of_a_full_disk(self) -> None:
+        full = bool(self.writer.rows.waiting or self.events.waiting)
+        if full and not self.disk_full:
+            self._notice(f"no space left on the disk of {self.folder.path}: metrics and events wait for room")
+        self.disk_full = full
+
     def _save_if_finite(self) -> None:
         """Save what a stop request would lose: a skipped step leaves parameters as they were, so they count, not the step."""
         here = [torch.isfinite(local(p)).all() for p in self.bench.parallel.model.parameters()]
@@ -297,7 +340,7 @@ class _Training:
 
     def _event(self, kind: str, **fields: Any) -> None:
         if self.ranks.first:
-            append_event(self.folder, kind, self.done, **fields)
+            self.events.append({"time": time.time(), "step": self.done, "kind": kind, **fields})
 
     def _notice(self, message: str) -> None:
         self._event("notice", message=message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,10 @@ from laneway.memory.survive import Survivor
 from laneway.rundir import replace_file
 from laneway.train.config import TrainConfig
 from laneway.train.parallel import Parallel
+from laneway.train.patient import FULL
 
 T = TypeVar("T")
+_log = logging.getLogger("laneway")
 
 
 class RunMemory:
@@ -31,6 +34,7 @@ class RunMemory:
     def __init__(self, manager: MemoryManager | None, survivor: Survivor | None = None, average: bool = False) -> None:
         self.manager, self.survivor, self.average = manager, survivor, average
         self._seen = 0
+        self._survived: dict[str, int] = {}
 
     def attempt(self, run: Callable[[], Tensor]) -> Tensor:
         """Forward and backward of a micro-batch; again, where it ran out of memory."""
@@ -64,9 +68,16 @@ class RunMemory:
         finally:
             try:
                 if summary_file is not None:
-                    replace_file(summary_file, json.dumps(summary(self.manager)).encode())
+                    _write(summary_file, json.dumps(summary(self.manager)).encode())
             finally:
                 self.manager.close()
+
+    def survived(self) -> dict[str, int]:
+        """How often memory was missing since the last call, by what was done (``op_retry``, ``replay``); empty: never."""
+        counts = {} if self.survivor is None else dict(self.survivor.counts)
+        new = {kind: count - self._survived.get(kind, 0) for kind, count in counts.items()}
+        self._survived = counts
+        return {kind: count for kind, count in new.items() if count}
 
     def row(self) -> dict[str, float]:
         """The fields of a metrics row, over the passes since the last call."""
@@ -78,6 +89,16 @@ class RunMemory:
         if self.survivor is not None:
             row |= {f"memory_{kind}": count for kind, count in self.survivor.counts.items()}
         return row
+
+
+def _write(path: Path, data: bytes) -> None:
+    """A full disk costs this description, not the run's last checkpoint, which comes after it."""
+    try:
+        replace_file(path, data)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _log.warning("%s could not be written: %s", path, error.strerror)
 
 
 def run_memory(config: TrainConfig, parallel: Parallel, optimizer: torch.optim.Optimizer) -> RunMemory:

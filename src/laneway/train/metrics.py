@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from laneway.rundir import append_row
+from laneway.train.patient import PatientRows
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -28,7 +28,7 @@ class StepClock:
     """Time spent in optimizer steps, their data included; validation, probes and saving stand outside."""
 
     def __init__(self) -> None:
-        self.steps, self.seconds = 0, 0.0
+        self.steps, self.tokens, self.seconds = 0, 0, 0.0
 
     @contextmanager
     def step(self) -> Generator[None]:
@@ -38,22 +38,26 @@ class StepClock:
         self.seconds += time.perf_counter() - start
         self.steps += 1
 
-    def take(self, tokens_per_step: int) -> dict[str, float]:
+    def count(self, tokens: int) -> None:
+        """So many tokens, over all ranks, belong to the step."""
+        self.tokens += tokens
+
+    def take(self) -> dict[str, float]:
         """``step_ms`` (mean) and ``tokens_per_s`` (all ranks) since the last call."""
-        steps, seconds = self.steps, self.seconds
-        self.steps, self.seconds = 0, 0.0
-        return {"step_ms": 1000 * seconds / steps, "tokens_per_s": tokens_per_step * steps / seconds} if steps else {}
+        steps, tokens, seconds = self.steps, self.tokens, self.seconds
+        self.steps, self.tokens, self.seconds = 0, 0, 0.0
+        return {"step_ms": 1000 * seconds / steps, "tokens_per_s": tokens / seconds} if steps else {}
 
 
 class MetricsWriter:
-    """Appends rows to one rank's file."""
+    """Appends rows to one rank's file; ``patient``: through a full disk, see ``PatientRows``."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, patient: bool = False) -> None:
+        self.rows = PatientRows(path, patient)
 
     def write(self, step: int, fields: Mapping[str, Any]) -> None:
         """Append one row; what is no finite number is written as null, which JSON has and NaN it has not."""
-        append_row(self.path, {"step": step, "time": time.time()} | {key: plain(value) for key, value in fields.items()})
+        self.rows.append({"step": step, "time": time.time()} | {key: plain(value) for key, value in fields.items()})
 
 
 def plain(value: Any) -> Any:

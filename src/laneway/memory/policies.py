@@ -52,6 +52,10 @@ class Candidate(Protocol):
         """Time of the link to move it out: 0 where the slower memory has it already."""
 
     @property
+    def in_flight_seconds(self) -> float:
+        """Time until a write that has begun is done, and its bytes are free; 0 where there is none."""
+
+    @property
     def reload_seconds(self) -> float:
         """Time of the link to bring it back."""
 
@@ -151,6 +155,8 @@ def cost_aware(view: View, tuning: Tuning = Tuning()) -> list[Victim]:
         write = entry.write_seconds
         if write:
             cost += writes * write + queue
+        elif view.urgent:
+            cost += trust * entry.in_flight_seconds
         drop = False
         if tuning.recompute < math.inf:
             again = entry.recompute_seconds

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import math
 from dataclasses import dataclass, replace
 
 from laneway.core import LanewayError
-from laneway.memory.held import Held, known_uses
+from laneway.memory.held import Held, Level, known_uses
 from laneway.memory.link import Link, Way
 from laneway.memory.next_use import Expected, NextUse
 from laneway.memory.policies import Policy, Victim, View
@@ -50,8 +51,7 @@ class Device:
         self.trace, self.options, self.policy = trace, options, policy
         self.held = [Held(number, entry, options.link, self._again, self._clock) for number, entry in enumerate(trace.entries)]
         for number in trace.given:
-            self.held[number].copied = 0.0
-            self.held[number].alive = True
+            self.held[number].copied, self.held[number].alive = 0.0, True
         self._known = known_uses(trace)
         self._dropped_on = [0] * len(self.held)
         self._predict = NextUse(trace.entries)
@@ -62,9 +62,7 @@ class Device:
         self._in = Way()
         self._out = Way() if options.link.duplex else self._in
         self._used = self._other = self.peak = 0
-        self._live = sum(trace.entries[number].nbytes for number in trace.given)
-        self._demand: float = math.inf  # most bytes that lived at once in the step before, wherever they were
-        self._demanded = 0
+        self._level = Level(sum(trace.entries[number].nbytes for number in trace.given))
         self._now = self._compute = 0.0
         self._stuck: tuple[int, int] | None = None
         self._index = -1
@@ -73,6 +71,11 @@ class Device:
     def counted(self) -> Counters:
         """A copy of the counters."""
         return replace(self._count, seconds=self._now, compute_seconds=self._compute)
+
+    def copy(self) -> Device:
+        """Another device in the same state, of the same trace."""
+        shared: dict[int, object] = {id(part): part for part in (self.trace, self._known, *self.trace.entries)}
+        return copy.deepcopy(self, shared)
 
     def _clock(self) -> float:
         return self._now
@@ -83,7 +86,7 @@ class Device:
         stop = steps[step + 1] if step + 1 < len(steps) else len(self.trace.events)
         self._predict.begin_step(self._compute)
         if step:
-            self._demand, self._demanded = self._demanded, 0
+            self._level.begin_step()
         for held in self.held:
             if self._predict.sporadic(held.number) and held.last_use:
                 self._expect(held, self._predict.again(held.number, self._compute, held.next_use))
@@ -94,10 +97,8 @@ class Device:
     def _event(self, index: int, event: Event) -> None:
         held, self._other = self.held[event.entry], event.other
         new = event.action == "produce" and not held.resident
-        if new and not held.alive:
-            held.alive = True
-            self._live += held.nbytes
-        self._demanded = max(self._demanded, self._live + event.other)
+        self._level.add(0 if held.alive else held.nbytes, event.other)
+        held.alive = True
         if new:
             self._overwrite(held)
         elif event.action == "produce":
@@ -249,9 +250,11 @@ class Device:
 
     def _evict_all(self, victims: list[Victim]) -> bool:
         """Evict in order; False, and the rest stays, where a victim before makes it impossible to recompute one."""
-        for victim in victims:
+        for place, victim in enumerate(victims):
             if victim.drop and victim.entry.recompute_seconds is None:
-                return False
+                if place:
+                    return False
+                victim = Victim(victim.entry)
             self._evict(victim)
         return True
 
@@ -320,8 +323,7 @@ class Device:
             self._dropped_on[number] -= 1
 
     def _free(self, held: Held) -> None:
-        held.alive = False
-        self._live -= held.nbytes
+        self._level.add(-held.nbytes)
         if held.dropped:
             self._undrop(held)
         self._forget_away(held)
@@ -381,18 +383,15 @@ class Device:
             return
 
     def _write_behind(self) -> None:
-        if not self.options.write_behind or self._out.free_at > self._now:
+        short = self._level.most > self.options.budget
+        if not self.options.write_behind or not short or self._out.free_at > self._now:
             return
-        if max(self._demand, self._demanded) <= self.options.budget:
-            return
-        candidates = [
-            held
-            for held in self._candidates(uncopied=True)
-            if held.next_use - self._compute > held.out_seconds + held.reload_seconds
-        ]
-        if not candidates:
-            return
-        for victim in self._victims(sum(held.nbytes for held in candidates), candidates):
+        now, candidates = self._compute, self._candidates(uncopied=True)
+        candidates = [held for held in candidates if held.next_use - now > held.out_seconds + held.reload_seconds]
+        found = self._victims(1, candidates)
+        if found and found[0].drop:
+            found = self._victims(sum(held.nbytes for held in candidates), candidates)
+        for victim in found:
             if not victim.drop:
                 assert isinstance(victim.entry, Held)
                 self._copy_out(victim.entry)

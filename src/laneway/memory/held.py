@@ -17,7 +17,9 @@ class Held:
         "now", "number", "out_seconds", "reload_seconds", "resident", "sure",
     )  # fmt: skip
 
-    def __init__(self, number: int, entry: Entry, link: Link, again: Callable[[Held], float | None], now: Callable[[], float]) -> None:
+    def __init__(
+        self, number: int, entry: Entry, link: Link, again: Callable[[Held], float | None], now: Callable[[], float]
+    ) -> None:
         self.number, self.entry, self.nbytes, self.depth = number, entry, entry.nbytes, entry.depth
         self.out_seconds, self.reload_seconds = link.out_seconds(entry.nbytes), link.in_seconds(entry.nbytes)
         self.born = self.last_use = 0.0
@@ -41,6 +43,28 @@ class Held:
     def recompute_seconds(self) -> float | None:
         """Compute, and reloads of inputs, to make it again; None where it can't be dropped now."""
         return self.again(self)
+
+
+class Level:
+    """Bytes that live, in fast memory or not, with those that are not managed: the most at once, in this step and the last."""
+
+    def __init__(self, live: int) -> None:
+        self.live, self._top = live, 0
+        self._before: float = math.inf
+
+    @property
+    def most(self) -> float:
+        """Most bytes in the step before, or in this one where those are more; infinity in the first."""
+        return max(self._before, self._top)
+
+    def begin_step(self) -> None:
+        """The step before is known."""
+        self._before, self._top = self._top, 0
+
+    def add(self, nbytes: int, other: int = 0) -> None:
+        """So many more live, beside ``other`` that are not managed; negative: fewer."""
+        self.live += nbytes
+        self._top = max(self._top, self.live + other)
 
 
 def known_uses(trace: Trace) -> list[float]:

@@ -141,27 +141,31 @@ def cost_aware(view: View, tuning: Tuning = Tuning()) -> list[Victim]:
     is long not needed goes first, as in Belady's rule, and among those the cheap ones. Entries that turn out not to be needed for
     the room are kept.
     """
-    now, trust = view.now, tuning.trust
+    now, trust, recompute = view.now, tuning.trust, tuning.recompute
     hiding, backlog = trust * (1.0 - view.read_busy), trust * view.read_backlog
     queue = trust * view.write_backlog if view.urgent else 0.0
     writes = 1.0 if view.urgent else 1.0 - trust * (1.0 - FLOOR)
     scored: list[tuple[float, Candidate, bool]] = []
     for entry in view.residents:
-        wait = max(entry.next_use - now, SOON)
+        wait = entry.next_use - now
+        if wait < SOON:
+            wait = SOON
         cost = 0.0
         if wait < math.inf:
-            reload = entry.reload_seconds
-            cost = max(FLOOR * reload, reload - max(hiding * wait - backlog, 0.0))
+            cost = reload = entry.reload_seconds
+            hidden = hiding * wait - backlog
+            if hidden > 0.0:
+                cost = max(FLOOR * reload, reload - hidden)
         write = entry.write_seconds
         if write:
             cost += writes * write + queue
         elif view.urgent:
             cost += trust * entry.in_flight_seconds
         drop = False
-        if tuning.recompute < math.inf:
+        if recompute < math.inf:
             again = entry.recompute_seconds
-            if again is not None and tuning.recompute * again < cost:
-                drop, cost = True, tuning.recompute * again
+            if again is not None and recompute * again < cost:
+                drop, cost = True, recompute * again
         scored.append((cost / (entry.nbytes * wait), entry, drop))
     scored.sort(key=itemgetter(0))
     return _without_surplus(view, _cover(view.need, (Victim(entry, drop) for _, entry, drop in scored)))
@@ -201,7 +205,7 @@ VARIANTS: dict[str, dict[str, Policy]] = {
         "default": cost_aware,
         **{
             f"trust {trust:g}, recompute {recompute:g}": partial(cost_aware, tuning=Tuning(trust=trust, recompute=recompute))
-            for trust, recompute in ((0.0, 0.5), (0.0, 1.0), (0.0, 2.0), (0.0, 4.0), (0.0, math.inf), (1.0, math.inf))
+            for trust, recompute in ((0.0, 0.5), (0.0, 1.0), (1.0, math.inf))
         },
         "recency": lru,
     }

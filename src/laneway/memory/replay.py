@@ -13,7 +13,6 @@ copies entries that would go next, so that their eviction is free.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from laneway.core import InputError, LanewayError, choice
 from laneway.memory.device import Counters, Device, Options
@@ -106,14 +105,17 @@ def _rehearse(seen: Trace, variants: dict[str, Policy], options: Options) -> str
     The first step, in which nothing could be predicted, does not come again, unless it is the only one.
     """
     first = min(1, len(seen.steps) - 1)
-    future, start = seen.again(first), next(iter(variants.values()))
+    future = seen.again(first)
+    ready = Device(future, options, next(iter(variants.values())))
+    for step in range(len(seen.steps)):
+        ready.run_step(step)
+    before = ready.counted()
     tried: dict[str, tuple[float, int]] = {}
     for name, policy in variants.items():
-        device = Device(future, options, start)
+        device = ready.copy()
+        device.policy = policy
         try:
-            for step in range(len(future.steps)):
-                if step == len(seen.steps):
-                    device.policy, before = policy, device.counted()
+            for step in range(len(seen.steps), len(future.steps)):
                 device.run_step(step)
         except LanewayError:
             continue

@@ -137,9 +137,9 @@ def cost_aware(view: View, tuning: Tuning = Tuning()) -> list[Victim]:
     """Lowest value first: the cost of having the entry again, per byte and second that it would be gone.
 
     The cost is the smaller of moving and recomputing. Moving costs the reload, less what the idle link hides before the next use,
-    and the time until it is out, if the step waits for that. So an idle link never recomputes and a full one does; an entry that
-    is long not needed goes first, as in Belady's rule, and among those the cheap ones. Entries that turn out not to be needed for
-    the room are kept.
+    and the time until it is out (of a copy under way: what is left of it), if the step waits for that. So an idle link never
+    recomputes and a full one does; an entry that is long not needed goes first, as in Belady's rule, and among those the cheap
+    ones. Entries that turn out not to be needed for the room are kept.
     """
     now, trust, recompute = view.now, tuning.trust, tuning.recompute
     hiding, backlog = trust * (1.0 - view.read_busy), trust * view.read_backlog
@@ -210,4 +210,4 @@ VARIANTS: dict[str, dict[str, Policy]] = {
         "recency": lru,
     }
 }
-"""What a policy chooses between by trying each on the steps it has seen; the first is used until then."""
+"""What a policy chooses between by trying each on the steps it has seen, once more; the first is used until then."""

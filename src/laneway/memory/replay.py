@@ -6,8 +6,8 @@ computed again, out of its inputs, at its next use. What is checked at every eve
 what is not there or not written yet, no use after the free.
 
 On demand only, an entry is brought in when it is used. With a prefetch window, what is expected within it is brought in while the
-link is idle, in the order of its expected use, and only at the cost of entries expected later. With write-behind, the idle link
-copies entries that would go next, so that their eviction is free.
+link is idle, in the order of its expected use, and only at the cost of entries expected later. With write-behind, where the step
+before held more than the budget, the idle link copies entries that would go next, so that their eviction is free.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def replay(
         prefetch: window in seconds of compute; 0 brings in on demand only.
         write_behind: copy out what would go next while the link is idle.
         warmup: steps that are not counted. A policy with variants (``VARIANTS``) tries each of them, at their end, on the steps
-            seen so far and goes on with the fastest; with no warm-up it keeps to its first.
+            seen so far once more, and goes on with the fastest; with no warm-up it keeps to its first.
 
     Raises:
         LanewayError: an operation does not fit into the budget.

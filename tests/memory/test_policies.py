@@ -29,12 +29,13 @@ class Seen:
     write_seconds: float = 0.1
     reload_seconds: float = 0.1
     recompute_seconds: float | None = None
+    in_flight_seconds: float = 0.0
 
 
 seconds = st.floats(0, 10)
 seen = st.builds(
     Seen, st.integers(1, 100), seconds, seconds, st.floats(0, 20) | st.just(math.inf), seconds, st.none() | st.integers(0, 9),
-    seconds, seconds, st.none() | seconds,
+    seconds, seconds, st.none() | seconds, st.just(0.0) | seconds,
 )  # fmt: skip
 everyone = {**POLICIES, **{f"cost_aware, {name}": policy for name, policy in VARIANTS["cost_aware"].items()}}
 
@@ -86,6 +87,8 @@ def test_cost_aware_needs_every_one_of_its_victims(residents, need):
 def test_cost_aware_prefers_the_later_the_cheaper_and_the_never_used():
     now = Seen(next_use=1.0)
     later, copied, never = replace(now, next_use=5.0), replace(now, write_seconds=0.0), replace(now, next_use=math.inf)
+    flying = replace(copied, in_flight_seconds=0.05)
+    assert names(cost_aware(View(0.0, 100, [flying, copied], 0.9, 0.9))) == [copied], "the step would wait for its end"
     for tuning in (Tuning(0.0), Tuning(1.0)):
         for better in (later, copied, never):
             assert names(cost_aware(View(0.0, 100, [now, better, now], 0.9, 0.9), tuning)) == [better]

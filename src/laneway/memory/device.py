@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import math
 from dataclasses import dataclass, replace
 
 from laneway.core import LanewayError
-from laneway.memory.held import Held, known_uses
+from laneway.memory.held import Held, Level, known_uses
 from laneway.memory.link import Link, Way
 from laneway.memory.next_use import Expected, NextUse
 from laneway.memory.policies import Policy, Victim, View
@@ -48,9 +49,9 @@ class Device:
 
     def __init__(self, trace: Trace, options: Options, policy: Policy) -> None:
         self.trace, self.options, self.policy = trace, options, policy
-        self.held = [Held(number, entry, options.link, self._again) for number, entry in enumerate(trace.entries)]
+        self.held = [Held(number, entry, options.link, self._again, self._clock) for number, entry in enumerate(trace.entries)]
         for number in trace.given:
-            self.held[number].copied = 0.0
+            self.held[number].copied, self.held[number].alive = 0.0, True
         self._known = known_uses(trace)
         self._dropped_on = [0] * len(self.held)
         self._predict = NextUse(trace.entries)
@@ -61,6 +62,7 @@ class Device:
         self._in = Way()
         self._out = Way() if options.link.duplex else self._in
         self._used = self._other = self.peak = 0
+        self._level = Level(sum(trace.entries[number].nbytes for number in trace.given))
         self._now = self._compute = 0.0
         self._stuck: tuple[int, int] | None = None
         self._index = -1
@@ -70,11 +72,21 @@ class Device:
         """A copy of the counters."""
         return replace(self._count, seconds=self._now, compute_seconds=self._compute)
 
+    def copy(self) -> Device:
+        """Another device in the same state, of the same trace."""
+        shared: dict[int, object] = {id(part): part for part in (self.trace, self._known, *self.trace.entries)}
+        return copy.deepcopy(self, shared)
+
+    def _clock(self) -> float:
+        return self._now
+
     def run_step(self, step: int) -> None:
         """All events of training step ``step``."""
         steps = self.trace.steps
         stop = steps[step + 1] if step + 1 < len(steps) else len(self.trace.events)
         self._predict.begin_step(self._compute)
+        if step:
+            self._level.begin_step()
         for held in self.held:
             if self._predict.sporadic(held.number) and held.last_use:
                 self._expect(held, self._predict.again(held.number, self._compute, held.next_use))
@@ -85,6 +97,8 @@ class Device:
     def _event(self, index: int, event: Event) -> None:
         held, self._other = self.held[event.entry], event.other
         new = event.action == "produce" and not held.resident
+        self._level.add(0 if held.alive else held.nbytes, event.other)
+        held.alive = True
         if new:
             self._overwrite(held)
         elif event.action == "produce":
@@ -187,8 +201,8 @@ class Device:
             need = self._short(nbytes) - self._leaving_bytes()
             if need > 0:
                 victims = self._victims(need, self._candidates(), urgent=True)
-                for victim in victims:
-                    self._evict(victim)
+                if not self._evict_all(victims):
+                    continue
                 if not victims and not self._leaving and not self._wait_for_arrival():
                     raise LanewayError(self._no_room(nbytes))
             if self._short(nbytes) > 0 and self._leaving:
@@ -213,10 +227,8 @@ class Device:
         need = self._short(target.nbytes) - self._leaving_bytes()
         if need > 0:
             victims = self._victims(need, self._candidates(target.next_use))
-            if sum(victim.entry.nbytes for victim in victims) < need:
+            if sum(victim.entry.nbytes for victim in victims) < need or not self._evict_all(victims):
                 return False
-            for victim in victims:
-                self._evict(victim)
         return self._short(target.nbytes) <= 0
 
     # Moves
@@ -236,15 +248,23 @@ class Device:
         if held.number in self._leaving:  # its bytes are still there: wait for the copy that nobody will read
             self._wait(self._leaving[held.number], background=False)
 
+    def _evict_all(self, victims: list[Victim]) -> bool:
+        """Evict in order; False, and the rest stays, where a victim before makes it impossible to recompute one."""
+        for place, victim in enumerate(victims):
+            if victim.drop and victim.entry.recompute_seconds is None:
+                if place:
+                    return False
+                victim = Victim(victim.entry)
+            self._evict(victim)
+        return True
+
     def _evict(self, victim: Victim) -> None:
         held = victim.entry
         assert isinstance(held, Held)
         self._count.evictions += 1
         held.resident = False
         del self._residents[held.number]
-        copying = held.copied is not None and held.copied > self._now
-        # A victim before this one may have made it impossible to recompute it.
-        if victim.drop and not copying and held.recompute_seconds is not None:
+        if victim.drop:
             held.dropped, held.copied = True, None
             for number in held.entry.inputs:
                 self._dropped_on[number] += 1
@@ -303,6 +323,7 @@ class Device:
             self._dropped_on[number] -= 1
 
     def _free(self, held: Held) -> None:
+        self._level.add(-held.nbytes)
         if held.dropped:
             self._undrop(held)
         self._forget_away(held)
@@ -318,7 +339,7 @@ class Device:
     def _again(self, held: Held) -> float | None:
         """Recomputing one entry must not need another recomputation, or every drop could pull in the whole forward pass."""
         seconds = held.entry.recompute_seconds
-        if seconds is None or self._dropped_on[held.number]:
+        if seconds is None or self._dropped_on[held.number] or held.in_flight_seconds:
             return None
         for number in held.entry.inputs:
             source = self.held[number]
@@ -362,18 +383,15 @@ class Device:
             return
 
     def _write_behind(self) -> None:
-        if not self.options.write_behind or self._out.free_at > self._now:
+        short = self._level.most > self.options.budget
+        if not self.options.write_behind or not short or self._out.free_at > self._now:
             return
-        if 2 * (self._used + self._other) < self.options.budget:
-            return
-        candidates = [
-            held
-            for held in self._candidates(uncopied=True)
-            if held.next_use - self._compute > held.out_seconds + held.reload_seconds
-        ]
-        if not candidates:
-            return
-        for victim in self._victims(sum(held.nbytes for held in candidates), candidates):
+        now, candidates = self._compute, self._candidates(uncopied=True)
+        candidates = [held for held in candidates if held.next_use - now > held.out_seconds + held.reload_seconds]
+        found = self._victims(1, candidates)
+        if found and found[0].drop:
+            found = self._victims(sum(held.nbytes for held in candidates), candidates)
+        for victim in found:
             if not victim.drop:
                 assert isinstance(victim.entry, Held)
                 self._copy_out(victim.entry)

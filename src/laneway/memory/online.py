@@ -25,6 +25,11 @@ class _Seen:
     recompute_seconds: float | None = None  # what autograd has saved by now has no recipe any more
 
     @property
+    def in_flight_seconds(self) -> float:
+        """What is on its way out is not idle."""
+        return 0.0
+
+    @property
     def known_use(self) -> float:
         """Nobody knows."""
         return self.next_use

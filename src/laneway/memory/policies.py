@@ -52,6 +52,10 @@ class Candidate(Protocol):
         """Time of the link to move it out: 0 where the slower memory has it already."""
 
     @property
+    def in_flight_seconds(self) -> float:
+        """Time until a write that has begun is done, and its bytes are free; 0 where there is none."""
+
+    @property
     def reload_seconds(self) -> float:
         """Time of the link to bring it back."""
 
@@ -133,29 +137,35 @@ def cost_aware(view: View, tuning: Tuning = Tuning()) -> list[Victim]:
     """Lowest value first: the cost of having the entry again, per byte and second that it would be gone.
 
     The cost is the smaller of moving and recomputing. Moving costs the reload, less what the idle link hides before the next use,
-    and the time until it is out, if the step waits for that. So an idle link never recomputes and a full one does; an entry that
-    is long not needed goes first, as in Belady's rule, and among those the cheap ones. Entries that turn out not to be needed for
-    the room are kept.
+    and the time until it is out (of a copy under way: what is left of it), if the step waits for that. So an idle link never
+    recomputes and a full one does; an entry that is long not needed goes first, as in Belady's rule, and among those the cheap
+    ones. Entries that turn out not to be needed for the room are kept.
     """
-    now, trust = view.now, tuning.trust
+    now, trust, recompute = view.now, tuning.trust, tuning.recompute
     hiding, backlog = trust * (1.0 - view.read_busy), trust * view.read_backlog
     queue = trust * view.write_backlog if view.urgent else 0.0
     writes = 1.0 if view.urgent else 1.0 - trust * (1.0 - FLOOR)
     scored: list[tuple[float, Candidate, bool]] = []
     for entry in view.residents:
-        wait = max(entry.next_use - now, SOON)
+        wait = entry.next_use - now
+        if wait < SOON:
+            wait = SOON
         cost = 0.0
         if wait < math.inf:
-            reload = entry.reload_seconds
-            cost = max(FLOOR * reload, reload - max(hiding * wait - backlog, 0.0))
+            cost = reload = entry.reload_seconds
+            hidden = hiding * wait - backlog
+            if hidden > 0.0:
+                cost = max(FLOOR * reload, reload - hidden)
         write = entry.write_seconds
         if write:
             cost += writes * write + queue
+        elif view.urgent:
+            cost += trust * entry.in_flight_seconds
         drop = False
-        if tuning.recompute < math.inf:
+        if recompute < math.inf:
             again = entry.recompute_seconds
-            if again is not None and tuning.recompute * again < cost:
-                drop, cost = True, tuning.recompute * again
+            if again is not None and recompute * again < cost:
+                drop, cost = True, recompute * again
         scored.append((cost / (entry.nbytes * wait), entry, drop))
     scored.sort(key=itemgetter(0))
     return _without_surplus(view, _cover(view.need, (Victim(entry, drop) for _, entry, drop in scored)))
@@ -195,9 +205,9 @@ VARIANTS: dict[str, dict[str, Policy]] = {
         "default": cost_aware,
         **{
             f"trust {trust:g}, recompute {recompute:g}": partial(cost_aware, tuning=Tuning(trust=trust, recompute=recompute))
-            for trust, recompute in ((0.0, 0.5), (0.0, 1.0), (0.0, 2.0), (0.0, 4.0), (0.0, math.inf), (1.0, math.inf))
+            for trust, recompute in ((0.0, 0.5), (0.0, 1.0), (1.0, math.inf))
         },
         "recency": lru,
     }
 }
-"""What a policy chooses between by trying each on the steps it has seen; the first is used until then."""
+"""What a policy chooses between by trying each on the steps it has seen, once more; the first is used until then."""

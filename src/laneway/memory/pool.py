@@ -132,6 +132,10 @@ class _Seen:
     recompute_seconds: float | None
 
     @property
+    def in_flight_seconds(self) -> float:
+        return 0.0
+
+    @property
     def known_use(self) -> float:
         return self.next_use
 

@@ -6,14 +6,13 @@ computed again, out of its inputs, at its next use. What is checked at every eve
 what is not there or not written yet, no use after the free.
 
 On demand only, an entry is brought in when it is used. With a prefetch window, what is expected within it is brought in while the
-link is idle, in the order of its expected use, and only at the cost of entries expected later. With write-behind, the idle link
-copies entries that would go next, so that their eviction is free.
+link is idle, in the order of its expected use, and only at the cost of entries expected later. With write-behind, where the step
+before held more than the budget, the idle link copies entries that would go next, so that their eviction is free.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from laneway.core import InputError, LanewayError, choice
 from laneway.memory.device import Counters, Device, Options
@@ -67,7 +66,7 @@ def replay(
         prefetch: window in seconds of compute; 0 brings in on demand only.
         write_behind: copy out what would go next while the link is idle.
         warmup: steps that are not counted. A policy with variants (``VARIANTS``) tries each of them, at their end, on the steps
-            seen so far and goes on with the fastest; with no warm-up it keeps to its first.
+            seen so far once more, and goes on with the fastest; with no warm-up it keeps to its first.
 
     Raises:
         LanewayError: an operation does not fit into the budget.
@@ -85,7 +84,7 @@ def replay(
     for step in range(warmup):
         device.run_step(step)
     if warmup and len(variants) > 1:
-        name = _rehearse(trace.until(warmup), variants, device.options, warmup - max(1, warmup // 3))
+        name = _rehearse(trace.until(warmup), variants, device.options)
         device.policy = variants[name]
     before = device.counted()
     for step in range(warmup, len(trace.steps)):
@@ -100,16 +99,29 @@ def _variants(policy: str | Policy) -> dict[str, Policy]:
     return VARIANTS.get(policy, {"": POLICIES[policy]})
 
 
-def _rehearse(seen: Trace, variants: dict[str, Policy], options: Options, warmup: int) -> str:
-    """The variant that is fastest on the steps seen so far; of equally fast ones that which moves the fewest bytes."""
+def _rehearse(seen: Trace, variants: dict[str, Policy], options: Options) -> str:
+    """The variant that is fastest where the steps seen so far come again; of equally fast ones that which moves the fewest bytes.
+
+    The first step, in which nothing could be predicted, does not come again, unless it is the only one.
+    """
+    first = min(1, len(seen.steps) - 1)
+    future = seen.again(first)
+    ready = Device(future, options, next(iter(variants.values())))
+    for step in range(len(seen.steps)):
+        ready.run_step(step)
+    before = ready.counted()
     tried: dict[str, tuple[float, int]] = {}
     for name, policy in variants.items():
-        settings: dict[str, Any] = {"prefetch": options.prefetch, "write_behind": options.write_behind}
+        device = ready.copy()
+        device.policy = policy
         try:
-            found = replay(seen, options.budget, policy, options.link, warmup=warmup, **settings)
+            for step in range(len(seen.steps), len(future.steps)):
+                device.run_step(step)
         except LanewayError:
             continue
-        tried[name] = (found.seconds, found.bytes_in + found.bytes_out)
+        after = device.counted()
+        moved = after.bytes_in + after.bytes_out - before.bytes_in - before.bytes_out
+        tried[name] = (after.seconds - before.seconds, moved)
     return min(tried, key=tried.__getitem__) if tried else next(iter(variants))
 
 

@@ -116,6 +116,24 @@ class Trace:
         """The steps before ``step``, as a trace."""
         return Trace(self.name, self.entries, self.events[: self.steps[step]], self.steps[:step])
 
+    def again(self, step: int) -> Trace:
+        """The trace, and its steps from ``step`` on once more, with fresh entries for what is made in them.
+
+        An entry that lives before those steps lives on: it is used where it was freed, and never recomputed.
+        """
+        start = self.steps[step]
+        tail, there = self.events[start:], set(self.given)
+        for event in self.events[:start]:
+            (there.discard if event.action == "free" else there.add)(event.entry)
+        made = dict.fromkeys(event.entry for event in tail if event.entry not in there)
+        fresh = {number: len(self.entries) + place for place, number in enumerate(made)}
+        entries = [e._replace(recompute_seconds=None, inputs=()) if n in there else e for n, e in enumerate(self.entries)]
+        entries += [entries[n]._replace(inputs=tuple(fresh.get(i, i) for i in entries[n].inputs)) for n in fresh]
+        once = [e._replace(action="use") if e.action == "free" and e.entry in there else e for e in tail]
+        twice = [*once, *(e._replace(entry=fresh.get(e.entry, e.entry)) for e in once)]
+        steps = self.steps + tuple(first + len(tail) for first in self.steps[step:])
+        return Trace(self.name, tuple(entries), (*self.events[:start], *twice), steps)
+
     def save(self, path: Path) -> None:
         """Write the file; times are rounded to ``TICK``."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from laneway.core import LanewayError
 from laneway.memory.clock import Clock
 from laneway.memory.config import MIN_BYTES
 from laneway.memory.extents import Known, View, key_of, plain, version_of
+from laneway.memory.recipe import CHANGED, Kept, Loan, Recipe, check_version
 from laneway.memory.residency import Account, Choice, Entry, Residency, Schedule
 from laneway.memory.tier import Tier
 
@@ -43,37 +44,9 @@ class _Body:
 
     def check(self) -> None:
         if self.changed:
-            raise RuntimeError(_CHANGED + "its bytes were written while they moved out")
+            raise RuntimeError(CHANGED + "its bytes were written while they moved out")
         if self.guard is not None:
             check_version(self.guard, self.version)
-
-
-_CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation: "
-
-
-def check_version(tensor: Tensor, version: int | None) -> None:
-    """Raise what torch raises where a saved tensor was written in place.
-
-    Raises:
-        RuntimeError: it was.
-    """
-    if version is not None and tensor._version != version:
-        raise RuntimeError(
-            f"{_CHANGED}[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
-        )
-
-
-class _Kept:
-    """Stands for a saved tensor that is none of the manager's business."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), version_of(tensor)
-
-    def unpack(self) -> Tensor:
-        check_version(self.tensor, self.version)
-        return self.tensor
 
 
 class _Handle:
@@ -91,48 +64,6 @@ class _Handle:
         owner = getattr(self, "owner", None)
         if owner is not None:
             owner.release(self.entry)
-
-
-class _Loan:
-    """A view of an entry that a recipe reads; the books keep the entry for it."""
-
-    __slots__ = ("entry", "view")
-
-    def __init__(self, entry: Entry, view: View) -> None:
-        self.entry, self.view = entry, view
-
-
-class Recipe:
-    """A leaf module's forward pass, to be run again on what it was given.
-
-    Attributes:
-        module: its ``forward`` is called, without hooks.
-        inputs: what it was given; loans and kept tensors in place of tensors.
-        seconds: what it takes, where known.
-    """
-
-    def __init__(self, name: str, module: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> None:
-        self.name, self.module, self.inputs, self.device = name, module, inputs, device
-        self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        self.seconds: float | None = None
-
-    def entries(self) -> tuple[Entry, ...]:
-        """The entries that hold its inputs."""
-        return tuple(held.entry for held in self.inputs if isinstance(held, _Loan))
-
-    def run(self) -> Tensor:
-        """The module's output, without a graph; the entries it reads are resident."""
-        enabled, dtype = self.autocast
-        with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
-            found: Tensor = self.module.forward(*[_lent(held) for held in self.inputs])
-        return found
-
-
-def _lent(held: Any) -> Any:
-    if isinstance(held, _Loan):
-        held.entry.body.check()
-        return held.view.over(held.entry.body.storage)
-    return held.unpack() if isinstance(held, _Kept) else held
 
 
 class Activations:
@@ -183,7 +114,7 @@ class Activations:
 
     # -- what autograd calls
 
-    def pack(self, tensor: Tensor) -> _Kept | _Handle:
+    def pack(self, tensor: Tensor) -> Kept | _Handle:
         """Take what autograd saves."""
         if (
             not plain(tensor)
@@ -191,7 +122,7 @@ class Activations:
             or tensor.untyped_storage().nbytes() < self.min_bytes
             or self.protected(tensor)
         ):
-            return _Kept(tensor)
+            return Kept(tensor)
         with self.books.lock:
             self._see_to_dropped()
             entry = self.known.get(tensor)
@@ -205,7 +136,7 @@ class Activations:
             return self._new(tensor)
 
     @staticmethod
-    def unpack(held: _Kept | _Handle) -> Tensor:
+    def unpack(held: Kept | _Handle) -> Tensor:
         """Give back what autograd saved."""
         return held.unpack()
 
@@ -214,6 +145,7 @@ class Activations:
         entry = Entry(self._index, tensor.untyped_storage().nbytes(), body)
         self._index += 1
         body.recipe = self.recipes.get(tensor)
+        entry.again = body.recipe is not None
         if body.recipe is not None:
             self.recipes.drop(body.key, body.recipe)
             if self.books.schedule.choice(entry.index) is Choice.RECOMPUTE:
@@ -334,6 +266,6 @@ class Activations:
             return None
         entry = self.known.get(given)
         if entry is not None and entry.users and entry.body.version == version_of(given):
-            return _Loan(entry, View.of(given))
+            return Loan(entry, View.of(given))
         small = given.untyped_storage().nbytes() < self.min_bytes
-        return _Kept(given) if small or self.protected(given) else None
+        return Kept(given) if small or self.protected(given) else None

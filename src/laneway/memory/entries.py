@@ -39,12 +39,13 @@ class Entry:
         needs, needed_by: entries that its recomputation reads; how many dropped entries read this one.
         seconds: what its recomputation takes, as far as known.
         touched: the event at which it was saved, or saved again, last.
+        again: whether it can be computed again.
         lingers: its bytes have left, but whoever computes on still holds the original.
         body: what the engine needs to find the bytes; None in a simulation.
     """
 
     __slots__ = (
-        "body", "choice", "failure", "index", "lingers", "nbytes", "needed_by", "needs", "seconds", "slot", "state",
+        "again", "body", "choice", "failure", "index", "lingers", "nbytes", "needed_by", "needs", "seconds", "slot", "state",
         "touched", "transfer", "used", "users",
     )  # fmt: skip
 
@@ -55,6 +56,7 @@ class Entry:
         self.slot: Slot | None = None
         self.transfer: Transfer | None = None
         self.used = self.lingers = False
+        self.again = True
         self.touched = 0
         self.failure: BaseException | None = None
 

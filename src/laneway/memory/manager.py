@@ -307,7 +307,8 @@ class MemoryManager:
         if kind != "save" or self._strayed or self._plan is None or self._signature is None:
             return
         expected = self._plan.profile.entries
-        if entry.index >= len(expected) or expected[entry.index].nbytes != entry.nbytes:
+        unlike = entry.index >= len(expected) or expected[entry.index].nbytes != entry.nbytes
+        if unlike or (self._plan.choices[entry.index] is Choice.RECOMPUTE and not entry.again):
             self._strayed = True
             choices = self.activations.books.schedule.choices[: entry.index]
             self.activations.books.schedule = replace(self._reactive(self._signature), choices=choices)

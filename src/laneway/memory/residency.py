@@ -63,6 +63,8 @@ class Residency:
             self.account.saved += entry.nbytes
             self._arrive(entry.nbytes)
             entry.choice = self.schedule.choice(entry.index)
+            if entry.choice is Choice.RECOMPUTE and not entry.again:
+                entry.choice = Choice.KEEP
             if entry.choice is Choice.RECOMPUTE:
                 self._drop(entry)
             elif entry.choice is Choice.MOVE:

@@ -55,7 +55,9 @@ class Watch:
         """Note the recipes of these modules, and checkpoint these blocks."""
         for name, leaf in self._leaves():
             if name in recomputed:
-                self._handles.append(leaf.register_forward_hook(_Leaf(name, self.activations, None).end, with_kwargs=True))
+                hook = _Leaf(name, self.activations, None)
+                self._handles.append(leaf.register_forward_pre_hook(hook.begin))
+                self._handles.append(leaf.register_forward_hook(hook.end, with_kwargs=True))
         for number in checkpointed:
             self._checkpoint(self.blocks[number][1])
 
@@ -98,8 +100,8 @@ class Watch:
 class _Leaf:
     """Around a leaf module: note how its output can be made again.
 
-    While recording, also whether it can: its forward pass must leave the module and the generators as they were, and a second one
-    must give the same bits.
+    Its forward pass must leave the module and the generators as they were. While recording, a second one must also give the same
+    bits.
     """
 
     def __init__(self, name: str, activations: Activations, recorder: Recorder | None) -> None:
@@ -118,7 +120,7 @@ class _Leaf:
         if output.untyped_storage().nbytes() < self.activations.min_bytes or output.device != self.activations.device:
             return
         keys = {key_of(given) for given in args if isinstance(given, Tensor) and plain(given)}
-        changed = self.recorder is not None and self._before != _state(module, self.activations.device)
+        changed = self._before != _state(module, self.activations.device)
         if changed or key_of(output) in keys or _keeps_statistics(module):
             return
         recipe = self.activations.recipe(self.name, module, args, output)

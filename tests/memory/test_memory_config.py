@@ -52,6 +52,7 @@ def test_the_default_is_fine_and_off():
         ("collective_reservation", None, "a number from 0 to 1"),
         ("solver", "simplex", "one of greedy, milp"),
         ("min_bytes", -1, "an integer ≥ 0"),
+        ("saved_tensors", "int4", "one of exact, int8"),
     ],
 )
 def test_a_wrong_value_is_named(field, value, words):
@@ -145,6 +146,7 @@ GIVEN = {
     "min_bytes": ("128KiB", 131072),
     "optimizer_state": ("streamed", "streamed"),
     "replay": ("False", False),
+    "saved_tensors": ("int8", "int8"),
 }
 
 
@@ -194,6 +196,7 @@ def test_nothing_given_is_nothing(monkeypatch):
         ("MHC_MAX_SWAP_BYTES_PER_SEC", "fast", "a number of bytes"),
         ("MHC_COLLECTIVE_RESERVATION", "2", "a number from 0 to 1"),
         ("MHC_PLAN_SOLVER", "gready", "did you mean 'greedy'?"),
+        ("MHC_SAVED_TENSORS", "INT8", "did you mean 'int8'?"),
         ("MHC_MIN_SWAP_BYTES", "1K", "write KiB (1024) or KB (1000)"),
         ("MHC_CPU_BUFER_RATIO", "0.5", "did you mean 'MHC_CPU_BUFFER_RATIO'?"),
     ],
@@ -213,7 +216,7 @@ def test_variables_of_others_are_left_alone():
 SOURCES = st.dictionaries(st.sampled_from(sorted(GIVEN)), st.sampled_from((0, 1)))
 OTHER = {"budget": 77, "policy": "fifo", "tier": "host", "folder": "/x", "host_buffer_ratio": 0.1, "max_swap_ops_per_second": 9,
          "max_bytes_per_second": 8, "collective_reservation": 0.0, "solver": "greedy", "min_bytes": 0,
-         "optimizer_state": "device", "replay": True}  # fmt: skip
+         "optimizer_state": "device", "replay": True, "saved_tensors": "exact"}  # fmt: skip
 
 
 @given(st.sets(st.sampled_from(sorted(GIVEN))), SOURCES, SOURCES)

@@ -110,3 +110,17 @@ def test_optimizer_state_in_the_tier_changes_no_bit_and_survives_a_resume(config
     without_the_last_checkpoint(run)
     train(streamed, out=run, resume=True, console=None)
     assert losses(run) == losses(tmp_path / "plain")
+
+
+def test_coded_saved_tensors_come_near_tell_their_error_and_are_another_run(config, tmp_path):
+    train(config, out=tmp_path / "plain", console=None)
+    run, coded = tmp_path / "managed", managed(config, tmp_path, 3 << 20, saved_tensors="int8")
+    train(coded, out=run, console=None)
+    assert losses(run) == pytest.approx(losses(tmp_path / "plain"), rel=0.01)
+    rows = RunDirectory(run).read_metrics()
+    assert any(0 < row.get("memory_coding_error", 0) <= row["memory_coding_error_max"] < 0.02 for row in rows)
+    assert json.loads(RunDirectory(run).memory.read_text())["saved_tensors"] == "int8"
+    without_the_last_checkpoint(run)
+    with pytest.raises(InputError, match=r"memory\.saved_tensors int8 → exact"):
+        train(managed(config, tmp_path, 3 << 20), out=run, resume=True, console=None)
+    train(coded, out=run, resume=True, console=None)

@@ -29,6 +29,9 @@ POLICIES = ("cost_aware", "lru", "fifo")
 TIERS = ("auto", "host", "disk")
 SOLVERS = ("greedy", "milp")
 OPTIMIZER_STATES = ("device", "streamed")
+SAVED_TENSORS = ("exact", "int8")
+LOSSY = frozenset({"saved_tensors"})
+"""Fields that may change the numbers."""
 SWITCH = ("true", "false")
 MIN_BYTES = 64 << 10  # what is smaller is not worth a transfer
 
@@ -45,6 +48,7 @@ VARIABLES = {
     "min_bytes": "MHC_MIN_SWAP_BYTES",
     "optimizer_state": "MHC_OPTIMIZER_STATE",
     "replay": "MHC_REPLAY",
+    "saved_tensors": "MHC_SAVED_TENSORS",
 }
 
 
@@ -76,6 +80,8 @@ class MemoryConfig:
     """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
     replay: bool = True
     """Run a micro-batch that ran out of memory again, in less; under DDP gradients are then reduced after all backward passes."""
+    saved_tensors: str = "exact"
+    """How saved tensors move: exact | int8 (as 8-bit integers where they are large and floating-point: fewer bytes, lossy)"""
 
     def problems(self, prefix: str = "memory") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
@@ -96,6 +102,7 @@ class MemoryConfig:
             lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
             lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
             lambda: choice(name("replay"), str(self.replay).lower(), SWITCH),
+            lambda: choice(name("saved_tensors"), self.saved_tensors, SAVED_TENSORS),
         ]
         return collect(checks)
 

@@ -53,6 +53,7 @@ class PassReport:
         static: bytes on the device when it began.
         seconds: time from its first event to its end.
         account: the books.
+        coding_error: mean and most of the relative errors of a sample of what moved coded; None: nothing did.
     """
 
     signature: Signature
@@ -62,6 +63,7 @@ class PassReport:
     static: int
     seconds: float
     account: Account
+    coding_error: tuple[float, float] | None = None
 
 
 class MemoryManager:
@@ -101,7 +103,12 @@ class MemoryManager:
         self.optimizer_state: StreamedOptimizerState | None = None
         self._owned: Known[bool] = Known()
         self.activations = Activations(
-            tier, self.clock, device, min_bytes=config.min_bytes, protected=lambda tensor: self._owned.get(tensor) is not None
+            tier,
+            self.clock,
+            device,
+            min_bytes=config.min_bytes,
+            protected=lambda tensor: self._owned.get(tensor) is not None,
+            coded=config.saved_tensors == "int8",
         )
         self._watch = Watch(model, self.activations, find_blocks(model))
         self._recorder: Recorder | None = None
@@ -174,7 +181,8 @@ class MemoryManager:
             guess = self.forecaster.model.predict(signature)
             self._predicted = None if guess is None else min(guess.bytes + self._static, self.budget)
             self.activations.begin(self._reactive(signature))
-            self._recorder = Recorder(self.activations.books, self.meter, self.clock, self._settle())
+            coding = self.activations.try_coding if self.activations.errors is not None else None
+            self._recorder = Recorder(self.activations.books, self.meter, self.clock, self._settle(), coding)
             self._watch.record(self._recorder)
             self.activations.observer = self._recorder
             return
@@ -211,7 +219,8 @@ class MemoryManager:
                 self.replanned += 1
         seconds = self.clock.now() - self._began
         self.counted += 1
-        self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account))
+        errors = None if self.activations.errors is None else self.activations.errors.mean_and_most()
+        self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account, errors))
 
     def since(self, counted: int) -> list[PassReport]:
         """Reports of the passes after the first ``counted``, as far back as they are kept."""

@@ -104,11 +104,20 @@ class _Pass:
 
     # -- hands
 
+    def stored(self, entry: Entry) -> int:
+        """As in the profile."""
+        return self.profile.entries[entry.index].moved
+
     def source(self, entry: Entry) -> None:
-        """Nothing to write."""
+        """Nothing to write; coding takes its time."""
+        self.clock.advance(self.profile.entries[entry.index].coding * self.scale)
 
     def target(self, entry: Entry) -> None:
         """Nothing to read into."""
+
+    def came(self, entry: Entry) -> None:
+        """Nothing to take; decoding takes as long as coding."""
+        self.clock.advance(self.profile.entries[entry.index].coding * self.scale)
 
     def let_go(self, entry: Entry) -> None:
         """Nothing to let go of."""

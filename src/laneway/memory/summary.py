@@ -30,6 +30,11 @@ def metrics_of(passes: Sequence[PassReport]) -> dict[str, float]:
     errors = [report.peak / report.predicted - 1.0 for report in passes if report.way == "planned" and report.predicted]
     if errors:
         found["memory_peak_error"] = max(errors, key=abs)
+    coded = [report.coding_error for report in passes if report.coding_error is not None]
+    if coded:
+        found["memory_coding_seconds"] = sum(account.coding for account in accounts)
+        found["memory_coding_error"] = sum(mean for mean, _ in coded) / len(coded)
+        found["memory_coding_error_max"] = max(most for _, most in coded)
     return found
 
 
@@ -41,6 +46,7 @@ def summary(manager: MemoryManager) -> dict[str, Any]:
         "budget": manager.budget,
         "capacity": manager.meter.capacity(),
         "policy": manager.config.policy,
+        "saved_tensors": manager.config.saved_tensors,
         "tier": {
             "name": manager.tier.name, "capacity": manager.tier.capacity, "peak": manager.tier.peak,
             "write_bandwidth": write, "read_bandwidth": read, **asdict(manager.tier.traffic),
@@ -76,4 +82,5 @@ def _pass(number: int, report: PassReport) -> dict[str, Any]:
         "pass": number, "shape": f"{report.signature.batch} × {report.signature.length}", "way": report.way, "peak": report.peak,
         "predicted": report.predicted, "static": report.static, "seconds": report.seconds, "stall": account.stall,
         "recompute": account.recompute, "bytes_out": account.bytes_out, "bytes_in": account.bytes_in, "misses": account.misses,
+        "coding": account.coding, "coding_error": report.coding_error,
     }  # fmt: skip

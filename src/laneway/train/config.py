@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from laneway.core import InputError, choice, collect, positive_int
 from laneway.data.text import TextDataConfig
 from laneway.data.text import check as check_text
-from laneway.memory.config import MemoryConfig
+from laneway.memory.config import LOSSY, MemoryConfig
 from laneway.models.gpt import GPTConfig
 
 PRECISIONS = ("fp32", "bf16")
@@ -33,7 +33,8 @@ CADENCE = frozenset(
         "data.cache",
         "data.verify",
         "data.rebuild",
-        *(f"memory.{field.name}" for field in fields(MemoryConfig)),  # where bytes are: the numbers stay, bit for bit
+        # Where bytes are: the numbers stay, bit for bit.
+        *(f"memory.{field.name}" for field in fields(MemoryConfig) if field.name not in LOSSY),
     }
 )
 # … and how the same arithmetic is laid out: the curve stays the same to rounding, no longer bit for bit.

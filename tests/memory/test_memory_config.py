@@ -36,7 +36,7 @@ def test_the_default_is_fine_and_off():
         ("budget", True, "a number of bytes"),
         ("policy", "lfu", "one of cost_aware, lru, fifo"),
         ("policy", "cost-aware", "did you mean 'cost_aware'?"),
-        ("tier", "nvme", "one of auto, host, disk"),
+        ("tier", "nvme", "one of auto, host, disk, host+disk"),
         ("folder", "a\0b", "the path of a folder"),
         ("folder", 3, "the path of a folder"),
         ("host_buffer_ratio", 0.96, "a number from 0 to 0.95"),

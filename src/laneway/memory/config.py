@@ -26,7 +26,7 @@ from laneway.sizes import (
 __all__ = ["VARIABLES", "MemoryConfig", "check_host_buffer", "from_environment", "parse_bytes", "resolve"]
 
 POLICIES = ("cost_aware", "lru", "fifo")
-TIERS = ("auto", "host", "disk")
+TIERS = ("auto", "host", "disk", "host+disk")
 SOLVERS = ("greedy", "milp")
 OPTIMIZER_STATES = ("device", "streamed")
 SAVED_TENSORS = ("exact", "int8")
@@ -61,15 +61,15 @@ class MemoryConfig:
     policy: str = "cost_aware"
     """Who is moved out first: cost_aware | lru | fifo"""
     tier: str = "auto"
-    """Where tensors go: host (pinned memory of the host) | disk | auto (host beside an accelerator, disk on a CPU)"""
+    """Where tensors go: host (pinned memory of the host) | disk | host+disk | auto (host beside an accelerator, disk on a CPU)"""
     folder: str = ""
     """Folder of the disk tier's file; empty: the system's folder for temporary files."""
     host_buffer_ratio: float = DEFAULT_HOST_BUFFER_RATIO
     """Largest part of the host's memory that the host tier takes, 0 to 0.95; 2.5 to 3 times the device memory are advised."""
     max_swap_ops_per_second: int = 0
-    """Transfers that may start in a second; 0: no cap."""
+    """Transfers that may start in a second, on each tier; 0: no cap."""
     max_bytes_per_second: int = 0
-    """Bytes that may move in a second, both ways together; 0: no cap."""
+    """Bytes that may move in a second, both ways together, on each tier; 0: no cap."""
     collective_reservation: float = 0.5
     """Part of the link's bandwidth that transfers leave free while a collective is in flight, 0 to 1."""
     solver: str = "greedy"

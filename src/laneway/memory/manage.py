@@ -21,6 +21,7 @@ from laneway.memory.host import HostTier
 from laneway.memory.manager import MemoryManager, device_of
 from laneway.memory.meter import Meter, device_meter, host_capacity
 from laneway.memory.optimizer_state import StreamedOptimizerState
+from laneway.memory.stack import StackedTier
 from laneway.memory.throttle import Throttle
 from laneway.memory.tier import Tier
 
@@ -76,9 +77,8 @@ def manage_memory(
     if not config.on:
         config = replace(config, budget="auto")
     device = device_of(model)
-    throttle = make_throttle(config, busy)
     meter = exact_meter(device)
-    tier = make_tier(config, device, throttle, config.budget_bytes(meter.capacity()) or 0)
+    tier = make_tier(config, device, lambda: make_throttle(config, busy), config.budget_bytes(meter.capacity()) or 0)
     manager = MemoryManager(model, config, tier, meter, device, recompute=recompute)
     if config.optimizer_state == "streamed":
         if optimizer is None:
@@ -94,8 +94,14 @@ def make_throttle(config: MemoryConfig, busy: Callable[[], bool] = lambda: False
     return Throttle(config.max_bytes_per_second, config.max_swap_ops_per_second, config.collective_reservation, busy)
 
 
-def make_tier(config: MemoryConfig, device: torch.device, throttle: Throttle | None = None, budget: int = 0) -> Tier:
-    """Host memory beside an accelerator, a file beside the RAM, or what the configuration names; for ``budget`` bytes of device.
+def make_tier(
+    config: MemoryConfig, device: torch.device, throttle: Callable[[], Throttle | None] = lambda: None, budget: int = 0
+) -> Tier:
+    """Host memory beside an accelerator, a file beside the RAM, or what the configuration names.
+
+    Args:
+        throttle: makes a throttle for each tier.
+        budget: bytes of device that it is for.
 
     Raises:
         LanewayError: the folder has no room for the disk tier's file.
@@ -103,8 +109,19 @@ def make_tier(config: MemoryConfig, device: torch.device, throttle: Throttle | N
     kind = config.tier
     if kind == "auto":
         kind = "disk" if device.type == "cpu" else "host"
+    if kind == "disk":
+        return _disk_tier(config, throttle(), budget)
+    host = HostTier(config.host_buffer_bytes(host_capacity()), device, throttle=throttle())
     if kind == "host":
-        return HostTier(config.host_buffer_bytes(host_capacity()), device, throttle=throttle)
+        return host
+    try:
+        return StackedTier([host, _disk_tier(config, throttle(), budget)])
+    except BaseException:
+        host.close()
+        raise
+
+
+def _disk_tier(config: MemoryConfig, throttle: Throttle | None, budget: int) -> DiskTier:
     folder = Path(config.folder or tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
     free = os.statvfs(folder)

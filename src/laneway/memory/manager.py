@@ -29,7 +29,8 @@ from laneway.memory.predict import Forecaster, Signature
 from laneway.memory.profile import PassProfile
 from laneway.memory.record import Recorder
 from laneway.memory.residency import Account, Choice, Entry, Schedule
-from laneway.memory.simulate import Link
+from laneway.memory.simulate import Link, moved_bytes
+from laneway.memory.stack import StackedTier
 from laneway.memory.tier import Tier
 from laneway.memory.watch import Watch, find_blocks
 
@@ -181,6 +182,7 @@ class MemoryManager:
             guess = self.forecaster.model.predict(signature)
             self._predicted = None if guess is None else min(guess.bytes + self._static, self.budget)
             self.activations.begin(self._reactive(signature))
+            self.tier.expect(0)
             coding = self.activations.try_coding if self.activations.errors is not None else None
             self._recorder = Recorder(self.activations.books, self.meter, self.clock, self._settle(), coding)
             self._watch.record(self._recorder)
@@ -188,6 +190,7 @@ class MemoryManager:
             return
         self._predicted = self._plan.predicted.peak + (self._static - self._plan.profile.static)
         self.activations.begin(self._plan.schedule(self._static))
+        self.tier.expect(moved_bytes(self._plan.profile, self._plan.choices))
         again = {
             entry.name
             for entry, choice in zip(self._plan.profile.entries, self._plan.choices, strict=True)
@@ -236,8 +239,13 @@ class MemoryManager:
 
     def link(self) -> Link:
         """The way to the tier, as measured."""
-        write, read = self.tier.bandwidth()
-        return Link(write, read)
+        if not isinstance(self.tier, StackedTier):
+            return Link(*self.tier.bandwidth())
+        below: Link | None = None
+        for tier in reversed(self.tier.tiers):
+            below = Link(*tier.bandwidth(), capacity=max(1, tier.capacity - tier.used), below=below)
+        assert below is not None
+        return below
 
     # -- plans
 

@@ -9,6 +9,8 @@ from typing import Any
 from laneway.memory.manager import MemoryManager, PassReport
 from laneway.memory.plan import Plan
 from laneway.memory.residency import Choice
+from laneway.memory.stack import StackedTier
+from laneway.memory.tier import Tier
 
 SHOWN_PLANS = 4
 SHOWN_PASSES = 2000
@@ -40,20 +42,25 @@ def metrics_of(passes: Sequence[PassReport]) -> dict[str, float]:
 
 def summary(manager: MemoryManager) -> dict[str, Any]:
     """What the report shows of a run's memory: budget, tier, the plans used last, and the passes. Bytes and seconds."""
-    write, read = manager.tier.bandwidth()
     used = list(manager.plans.items())[-SHOWN_PLANS:]
     return {
         "budget": manager.budget,
         "capacity": manager.meter.capacity(),
         "policy": manager.config.policy,
         "saved_tensors": manager.config.saved_tensors,
-        "tier": {
-            "name": manager.tier.name, "capacity": manager.tier.capacity, "peak": manager.tier.peak,
-            "write_bandwidth": write, "read_bandwidth": read, **asdict(manager.tier.traffic),
-        },
+        "tier": _tier(manager.tier),
+        "tiers": [_tier(tier) for tier in (manager.tier.tiers if isinstance(manager.tier, StackedTier) else (manager.tier,))],
         "replanned": manager.replanned,
         "plans": [_plan(f"{signature.batch} × {signature.length}", plan) for signature, plan in used],
         "passes": [_pass(number, report) for number, report in enumerate(manager.passes)][-SHOWN_PASSES:],
+    }  # fmt: skip
+
+
+def _tier(tier: Tier) -> dict[str, Any]:
+    write, read = tier.bandwidth()
+    return {
+        "name": tier.name, "capacity": tier.capacity, "used": tier.used, "peak": tier.peak,
+        "write_bandwidth": write, "read_bandwidth": read, **asdict(tier.traffic),
     }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from laneway.memory.host import HostTier
 from laneway.memory.manager import MemoryManager, device_of
 from laneway.memory.meter import Meter, device_meter, host_capacity
 from laneway.memory.optimizer_state import StreamedOptimizerState
+from laneway.memory.sharing import Sharing
 from laneway.memory.stack import StackedTier
 from laneway.memory.throttle import Throttle
 from laneway.memory.tier import Tier
@@ -61,7 +62,8 @@ def manage_memory(
         budget: bytes on the device, such as ``6GiB``; ``auto``: 82 % of its capacity (also where no source names one).
         policy: whom to send out where there is no plan yet: ``cost_aware``, ``lru`` or ``fifo``.
         recompute: whether plans may compute again.
-        busy: says whether a collective is in flight: then transfers leave it a share of the link.
+        busy: says whether a collective is in flight: then transfers leave it a share of the link. An ``InFlight`` also counts
+            how long they were in each other's way.
         config: all fields at once; otherwise from the environment and ``fields``.
         fields: other fields of ``MemoryConfig``.
 
@@ -88,8 +90,9 @@ def manage_memory(
 
 
 def make_throttle(config: MemoryConfig, busy: Callable[[], bool] = lambda: False) -> Throttle | None:
-    """The caps of the configuration; None where there are none."""
-    if not (config.max_bytes_per_second or config.max_swap_ops_per_second or config.collective_reservation):
+    """The caps of the configuration; None where there are none, and nobody who counts what shares the link."""
+    caps = config.max_bytes_per_second or config.max_swap_ops_per_second or config.collective_reservation
+    if not caps and not isinstance(busy, Sharing):
         return None
     return Throttle(config.max_bytes_per_second, config.max_swap_ops_per_second, config.collective_reservation, busy)
 

@@ -5,7 +5,7 @@ import math
 import tomllib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laneway.cli._parse import parse
@@ -53,6 +53,8 @@ def test_the_default_is_fine_and_off():
         ("solver", "simplex", "one of greedy, milp"),
         ("min_bytes", -1, "an integer ≥ 0"),
         ("saved_tensors", "int4", "one of exact, int8"),
+        ("gradients", "streamed", "one of resident, parked"),
+        ("parameters", "parked", "one of resident, streamed"),
     ],
 )
 def test_a_wrong_value_is_named(field, value, words):
@@ -119,6 +121,7 @@ class Whole:
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["", "auto", "1.5GiB", 123456, "800MB"]), st.floats(0, 0.95), st.integers(0, 10**6))
 def test_files_and_flags_hold_every_field(budget, ratio, cap):
     config = Whole(memory=MemoryConfig(budget=budget, host_buffer_ratio=ratio, max_swap_ops_per_second=cap, solver="milp"))
@@ -147,6 +150,8 @@ GIVEN = {
     "optimizer_state": ("streamed", "streamed"),
     "replay": ("False", False),
     "saved_tensors": ("int8", "int8"),
+    "gradients": ("parked", "parked"),
+    "parameters": ("streamed", "streamed"),
 }
 
 
@@ -216,7 +221,8 @@ def test_variables_of_others_are_left_alone():
 SOURCES = st.dictionaries(st.sampled_from(sorted(GIVEN)), st.sampled_from((0, 1)))
 OTHER = {"budget": 77, "policy": "fifo", "tier": "host", "folder": "/x", "host_buffer_ratio": 0.1, "max_swap_ops_per_second": 9,
          "max_bytes_per_second": 8, "collective_reservation": 0.0, "solver": "greedy", "min_bytes": 0,
-         "optimizer_state": "device", "replay": True, "saved_tensors": "exact"}  # fmt: skip
+         "optimizer_state": "device", "replay": True, "saved_tensors": "exact", "gradients": "resident",
+         "parameters": "resident"}  # fmt: skip
 
 
 @given(st.sets(st.sampled_from(sorted(GIVEN))), SOURCES, SOURCES)

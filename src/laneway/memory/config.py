@@ -30,6 +30,7 @@ TIERS = ("auto", "host", "disk", "host+disk")
 SOLVERS = ("greedy", "milp")
 OPTIMIZER_STATES = ("device", "streamed")
 SAVED_TENSORS = ("exact", "int8")
+GRADIENTS, PARAMETERS = ("resident", "parked"), ("resident", "streamed")
 LOSSY = frozenset({"saved_tensors"})
 """Fields that may change the numbers."""
 SWITCH = ("true", "false")
@@ -49,6 +50,8 @@ VARIABLES = {
     "optimizer_state": "MHC_OPTIMIZER_STATE",
     "replay": "MHC_REPLAY",
     "saved_tensors": "MHC_SAVED_TENSORS",
+    "gradients": "MHC_GRADIENTS",
+    "parameters": "MHC_PARAMETERS",
 }
 
 
@@ -82,6 +85,10 @@ class MemoryConfig:
     """Run a micro-batch that ran out of memory again, in less; under DDP gradients are then reduced after all backward passes."""
     saved_tensors: str = "exact"
     """How saved tensors move: exact | int8 (as 8-bit integers where they are large and floating-point: fewer bytes, lossy)"""
+    gradients: str = "resident"
+    """Where gradients are between micro-batches: resident | parked (in the tier; needs replay off, one process)"""
+    parameters: str = "resident"
+    """Where parameters are that are not at work: resident | streamed (in the tier; needs replay off, one process)"""
 
     def problems(self, prefix: str = "memory") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
@@ -103,6 +110,8 @@ class MemoryConfig:
             lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
             lambda: choice(name("replay"), str(self.replay).lower(), SWITCH),
             lambda: choice(name("saved_tensors"), self.saved_tensors, SAVED_TENSORS),
+            lambda: choice(name("gradients"), self.gradients, GRADIENTS),
+            lambda: choice(name("parameters"), self.parameters, PARAMETERS),
         ]
         return collect(checks)
 

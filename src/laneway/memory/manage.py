@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from laneway.core import InputError, LanewayError
 from laneway.memory.config import MemoryConfig, resolve
@@ -41,6 +42,7 @@ def manage_memory(
     recompute: bool = True,
     busy: Callable[[], bool] = lambda: False,
     config: MemoryConfig | None = None,
+    stay_without_grad: bool = False,
     **fields: Any,
 ) -> MemoryManager:
     """Keep training within a budget of device memory; the gradients stay the same bit for bit.
@@ -56,6 +58,9 @@ def manage_memory(
     Saved tensors move to the host or the disk and back, or are computed again, as a plan says that is made after the first pass
     of each shape. On a machine without accelerator the device is the RAM and the tier is the disk.
 
+    With ``gradients="parked"`` or ``parameters="streamed"`` what reads gradients and parameters (clipping, ``optimizer.step()``)
+    goes ``with memory.all_here():``. Anything else that uses what is away raises.
+
     Args:
         model: on one device; its forward pass begins a pass.
         optimizer: with ``optimizer_state="streamed"`` its state lives in the tier between steps.
@@ -65,6 +70,7 @@ def manage_memory(
         busy: says whether a collective is in flight: then transfers leave it a share of the link. An ``InFlight`` also counts
             how long they were in each other's way.
         config: all fields at once; otherwise from the environment and ``fields``.
+        stay_without_grad: with ``parameters="streamed"``: what a forward pass without gradients brought stays.
         fields: other fields of ``MemoryConfig``.
 
     Raises:
@@ -79,6 +85,7 @@ def manage_memory(
     if not config.on:
         config = replace(config, budget="auto")
     device = device_of(model)
+    refuse_parts(model, config)
     meter = exact_meter(device)
     tier = make_tier(config, device, lambda: make_throttle(config, busy), config.budget_bytes(meter.capacity()) or 0)
     manager = MemoryManager(model, config, tier, meter, device, recompute=recompute)
@@ -86,7 +93,31 @@ def manage_memory(
         if optimizer is None:
             raise InputError("optimizer", None, "the optimizer whose state is to be streamed")
         manager.optimizer_state = StreamedOptimizerState(optimizer, tier)
+    if config.parameters == "streamed":
+        manager.stream_parameters(stay_without_grad=stay_without_grad)
+    if config.gradients == "parked":
+        manager.park_gradients()
     return manager
+
+
+def refuse_parts(model: nn.Module, config: MemoryConfig) -> None:
+    """Refuse to move gradients or parameters of a model where that can't work.
+
+    Raises:
+        InputError: FSDP2 or another wrapper of parameters, DDP, or a compiled module.
+    """
+    for field, moved in (("gradients", config.gradients == "parked"), ("parameters", config.parameters == "streamed")):
+        if not moved:
+            continue
+        why = None
+        if any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters()):
+            why = "FSDP2, or another wrapper, decides where these parameters are"
+        elif any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            why = "DDP keeps gradients in buckets of its own"
+        elif any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+            why = "compiled modules read them past the hooks that bring them back"
+        if why is not None:
+            raise InputError(f"memory.{field}", getattr(config, field), f"resident with this model: {why}")
 
 
 def make_throttle(config: MemoryConfig, busy: Callable[[], bool] = lambda: False) -> Throttle | None:

@@ -22,8 +22,10 @@ from laneway.memory.activations import Activations
 from laneway.memory.clock import Clock, WallClock
 from laneway.memory.config import MemoryConfig
 from laneway.memory.extents import Known, storages
+from laneway.memory.gradients import ParkedGradients
 from laneway.memory.meter import Meter
 from laneway.memory.online import victims
+from laneway.memory.parameters import StreamedParameters
 from laneway.memory.plan import Plan, make_plan
 from laneway.memory.predict import Forecaster, Signature
 from laneway.memory.profile import PassProfile
@@ -102,6 +104,8 @@ class MemoryManager:
         self.counted = 0  # passes so far
         self.replanned = 0
         self.optimizer_state: StreamedOptimizerState | None = None
+        self.gradients: ParkedGradients | None = None
+        self.parameters: StreamedParameters | None = None
         self._owned: Known[bool] = Known()
         self.activations = Activations(
             tier,
@@ -143,9 +147,36 @@ class MemoryManager:
 
     def close(self) -> None:
         """Bring everything back and give the tier back."""
-        if self.optimizer_state is not None:
-            self.optimizer_state.close()
+        for part in (self.parameters, self.gradients, self.optimizer_state):
+            if part is not None:
+                part.close()
         self.tier.close()
+
+    def bring_all(self) -> None:
+        """Bring back gradients and parameters that are in the tier. Parameters stay until their modules have worked again."""
+        if self.gradients is not None:
+            self.gradients.gather()
+        if self.parameters is not None:
+            self.parameters.bring_all()
+
+    @contextmanager
+    def all_here(self) -> Generator[None]:
+        """Within, gradients and parameters are all here: for clipping and the optimizer's step. Afterwards parameters leave."""
+        self.bring_all()
+        try:
+            yield
+        finally:
+            if self.parameters is not None:
+                self.parameters.send_all()
+
+    def park_gradients(self) -> None:
+        """From now on gradients wait in the tier between micro-batches, until ``bring_all`` or ``all_here``."""
+        self.gradients = ParkedGradients(self.model.parameters(), self.tier)
+
+    def stream_parameters(self, *, stay_without_grad: bool = False) -> None:
+        """From now on parameters that are not at work are in the tier. See ``StreamedParameters``."""
+        self.parameters = StreamedParameters(self.model, self.tier, stay_without_grad=stay_without_grad)
+        self._watch.parameters_leave = True
 
     @contextmanager
     def paused(self) -> Generator[None]:

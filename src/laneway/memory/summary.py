@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from laneway.memory.gradients import ParkedGradients
 from laneway.memory.manager import MemoryManager, PassReport
+from laneway.memory.parameters import StreamedParameters
 from laneway.memory.plan import Plan
 from laneway.memory.residency import Choice
 from laneway.memory.stack import StackedTier
@@ -50,10 +52,17 @@ def summary(manager: MemoryManager) -> dict[str, Any]:
         "saved_tensors": manager.config.saved_tensors,
         "tier": _tier(manager.tier),
         "tiers": [_tier(tier) for tier in (manager.tier.tiers if isinstance(manager.tier, StackedTier) else (manager.tier,))],
+        "gradients": _part(manager.gradients),
+        "parameters": _part(manager.parameters),
         "replanned": manager.replanned,
         "plans": [_plan(f"{signature.batch} × {signature.length}", plan) for signature, plan in used],
         "passes": [_pass(number, report) for number, report in enumerate(manager.passes)][-SHOWN_PASSES:],
     }  # fmt: skip
+
+
+def _part(part: ParkedGradients | StreamedParameters | None) -> dict[str, int] | None:
+    """Bytes of gradients or parameters on the device now, and the most there were; None where they don't move."""
+    return None if part is None else {"resident": part.resident, "peak": part.peak}
 
 
 def _tier(tier: Tier) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, activations: Activations, blocks: list[tuple[str, nn.Module]]) -> None:
         self.model, self.activations, self.blocks = model, activations, blocks
+        self.parameters_leave = False  # then nothing is run again past the hooks that bring them
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -45,7 +46,7 @@ class Watch:
             self._handles.append(leaf.register_forward_pre_hook(hook.begin))
             self._handles.append(leaf.register_forward_hook(hook.end, with_kwargs=True))
         for number, (name, block) in enumerate(self.blocks):
-            if _compiled(block):
+            if _compiled(block) or (self.parameters_leave and _owns(block)):
                 continue
             around = _Block(number, name, recorder)
             self._handles.append(block.register_forward_pre_hook(around.begin, with_kwargs=True))
@@ -76,7 +77,10 @@ class Watch:
         return [
             (name, module)
             for name, module in modules.items()
-            if not any(True for _ in module.children()) and not _compiled(module) and not name.startswith(compiled)
+            if not any(True for _ in module.children())
+            and not _compiled(module)
+            and not name.startswith(compiled)
+            and not (self.parameters_leave and _owns(module))
         ]
 
     def _checkpoint(self, block: nn.Module) -> None:
@@ -95,6 +99,11 @@ class Watch:
                 block.__dict__["forward"] = own
 
         self._undo.append(undo)
+
+
+def _owns(module: nn.Module) -> bool:
+    """Whether it has parameters itself."""
+    return any(True for _ in module.parameters(recurse=False))
 
 
 class _Leaf:

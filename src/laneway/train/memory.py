@@ -45,7 +45,9 @@ class RunMemory:
         return run() if self.survivor is None else self.survivor.attempt(run)
 
     def reduce(self, model: nn.Module) -> None:
-        """Average the gradients over the ranks, where the backward passes left that for later."""
+        """After the last backward pass: gradients and parameters are here, and averaged where the passes left that for later."""
+        if self.manager is not None:
+            self.manager.bring_all()
         if self.average:
             with self.flying.collective():
                 reduce_gradients(model)
@@ -103,7 +105,8 @@ def run_memory(config: TrainConfig, parallel: Parallel, optimizer: torch.optim.O
         average = config.memory.replay
         if not average:
             flying.watch(ddp)
-    manager = manage_memory(parallel.model, optimizer, config=config.memory, busy=flying)
+    manager = manage_memory(parallel.model, optimizer, config=config.memory, busy=flying, stay_without_grad=True)
+    manager.bring_all()  # until the first step: a checkpoint may have to be read
     survivor = None
     if config.memory.replay:
         agree = Agreement(parallel.device) if average else None

@@ -100,9 +100,7 @@ class StackedTier(Tier):
         """Bytes per second each way, as much in each tier as moved there; before anything moved, those of the first."""
         rates = [tier.bandwidth() for tier in self.tiers]
         found = []
-        for way, moved in enumerate(
-            ([t.traffic.bytes_written for t in self.tiers], [t.traffic.bytes_read for t in self.tiers])
-        ):
+        for way, moved in enumerate(([t.traffic.bytes_written for t in self.tiers], [t.traffic.bytes_read for t in self.tiers])):
             seconds = sum(nbytes / rate[way] for nbytes, rate in zip(moved, rates, strict=True) if nbytes)
             found.append(sum(moved) / seconds if seconds else rates[0][way])
         return found[0], found[1]

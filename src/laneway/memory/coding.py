@@ -91,7 +91,7 @@ class Int8:
         return coded[: self.count].view(torch.int8), coded[self.data_bytes :].view(torch.float32)
 
     def _values(self, storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, 0, (self.count,))
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, 0, (self.count,), (1,))
 
 
 def _step(device: torch.device) -> int:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 UNKNOWN_HEADROOM = 0.25  # of what is left of the budget: kept free for what a pass never seen makes beside what it saves
 DRIFT = 0.01  # of the budget: passes that begin with more of a difference than that have plans of their own
 TIGHTEN = 0.1  # of the budget, less for passes of a signature each time that one ran out of memory
+LEAST_WINDOW, LARGEST_WINDOW, WINDOWS_IN_BUDGET = 1 << 20, 64 << 20, 32
 PLANS = 64  # kept; the one used longest ago goes first
 
 
@@ -171,11 +172,13 @@ class MemoryManager:
 
     def park_gradients(self) -> None:
         """From now on gradients wait in the tier between micro-batches, until ``bring_all`` or ``all_here``."""
-        self.gradients = ParkedGradients(self.model.parameters(), self.tier)
+        self.gradients = ParkedGradients(self.model.parameters(), self.tier, window_bytes=self._window())
 
     def stream_parameters(self, *, stay_without_grad: bool = False) -> None:
         """From now on parameters that are not at work are in the tier. See ``StreamedParameters``."""
-        self.parameters = StreamedParameters(self.model, self.tier, stay_without_grad=stay_without_grad)
+        self.parameters = StreamedParameters(
+            self.model, self.tier, window_bytes=self._window(), stay_without_grad=stay_without_grad
+        )
         self._watch.parameters_leave = True
 
     @contextmanager
@@ -183,6 +186,10 @@ class MemoryManager:
         """Within, tensors are saved as if there were no manager."""
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
             yield
+
+    def _window(self) -> int:
+        """Bytes of gradients or parameters that are on their way ahead of their turn: a small part of the budget."""
+        return min(LARGEST_WINDOW, max(LEAST_WINDOW, self.budget // WINDOWS_IN_BUDGET))
 
     def _sharded_modules(self) -> list[nn.Module]:
         """Modules with parameters that FSDP2 gathers for their forward pass: only then it is known where they lie."""

@@ -29,12 +29,12 @@ POLICIES = ("cost_aware", "lru", "fifo")
 TIERS = ("auto", "host", "disk", "host+disk")
 SOLVERS = ("greedy", "milp")
 OPTIMIZER_STATES = ("device", "streamed")
+SWITCH = ("true", "false")
+MIN_BYTES = 64 << 10  # what is smaller is not worth a transfer
 SAVED_TENSORS = ("exact", "int8")
 GRADIENTS, PARAMETERS = ("resident", "parked"), ("resident", "streamed")
 LOSSY = frozenset({"saved_tensors"})
 """Fields that may change the numbers."""
-SWITCH = ("true", "false")
-MIN_BYTES = 64 << 10  # what is smaller is not worth a transfer
 
 VARIABLES = {
     "budget": "MHC_MEMORY_BUDGET",
@@ -46,12 +46,12 @@ VARIABLES = {
     "max_bytes_per_second": "MHC_MAX_SWAP_BYTES_PER_SEC",
     "collective_reservation": "MHC_COLLECTIVE_RESERVATION",
     "solver": "MHC_PLAN_SOLVER",
-    "min_bytes": "MHC_MIN_SWAP_BYTES",
-    "optimizer_state": "MHC_OPTIMIZER_STATE",
-    "replay": "MHC_REPLAY",
     "saved_tensors": "MHC_SAVED_TENSORS",
     "gradients": "MHC_GRADIENTS",
     "parameters": "MHC_PARAMETERS",
+    "min_bytes": "MHC_MIN_SWAP_BYTES",
+    "optimizer_state": "MHC_OPTIMIZER_STATE",
+    "replay": "MHC_REPLAY",
 }
 
 
@@ -77,18 +77,18 @@ class MemoryConfig:
     """Part of the link's bandwidth that transfers leave free while a collective is in flight, 0 to 1."""
     solver: str = "greedy"
     """How a plan is found: greedy | milp"""
-    min_bytes: int = MIN_BYTES
-    """Smaller tensors are never moved."""
-    optimizer_state: str = "device"
-    """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
-    replay: bool = True
-    """Run a micro-batch that ran out of memory again, in less; under DDP gradients are then reduced after all backward passes."""
     saved_tensors: str = "exact"
     """How saved tensors move: exact | int8 (as 8-bit integers where they are large and floating-point: fewer bytes, lossy)"""
     gradients: str = "resident"
     """Where gradients are between micro-batches: resident | parked (in the tier; needs replay off, one process)"""
     parameters: str = "resident"
     """Where parameters are that are not at work: resident | streamed (in the tier; needs replay off, one process)"""
+    min_bytes: int = MIN_BYTES
+    """Smaller tensors are never moved."""
+    optimizer_state: str = "device"
+    """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
+    replay: bool = True
+    """Run a micro-batch that ran out of memory again, in less; under DDP gradients are then reduced after all backward passes."""
 
     def problems(self, prefix: str = "memory") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
@@ -106,12 +106,12 @@ class MemoryConfig:
             lambda: positive_int(name("max_bytes_per_second"), self.max_bytes_per_second, at_least=0),
             lambda: _check_fraction(name("collective_reservation"), self.collective_reservation, 1.0),
             lambda: choice(name("solver"), self.solver, SOLVERS),
-            lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
-            lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
-            lambda: choice(name("replay"), str(self.replay).lower(), SWITCH),
             lambda: choice(name("saved_tensors"), self.saved_tensors, SAVED_TENSORS),
             lambda: choice(name("gradients"), self.gradients, GRADIENTS),
             lambda: choice(name("parameters"), self.parameters, PARAMETERS),
+            lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
+            lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
+            lambda: choice(name("replay"), str(self.replay).lower(), SWITCH),
         ]
         return collect(checks)
 

@@ -5,7 +5,7 @@ import math
 import tomllib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laneway.cli._parse import parse
@@ -36,7 +36,7 @@ def test_the_default_is_fine_and_off():
         ("budget", True, "a number of bytes"),
         ("policy", "lfu", "one of cost_aware, lru, fifo"),
         ("policy", "cost-aware", "did you mean 'cost_aware'?"),
-        ("tier", "nvme", "one of auto, host, disk"),
+        ("tier", "nvme", "one of auto, host, disk, host+disk"),
         ("folder", "a\0b", "the path of a folder"),
         ("folder", 3, "the path of a folder"),
         ("host_buffer_ratio", 0.96, "a number from 0 to 0.95"),
@@ -52,6 +52,9 @@ def test_the_default_is_fine_and_off():
         ("collective_reservation", None, "a number from 0 to 1"),
         ("solver", "simplex", "one of greedy, milp"),
         ("min_bytes", -1, "an integer ≥ 0"),
+        ("saved_tensors", "int4", "one of exact, int8"),
+        ("gradients", "streamed", "one of resident, parked"),
+        ("parameters", "parked", "one of resident, streamed"),
     ],
 )
 def test_a_wrong_value_is_named(field, value, words):
@@ -118,6 +121,7 @@ class Whole:
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["", "auto", "1.5GiB", 123456, "800MB"]), st.floats(0, 0.95), st.integers(0, 10**6))
 def test_files_and_flags_hold_every_field(budget, ratio, cap):
     config = Whole(memory=MemoryConfig(budget=budget, host_buffer_ratio=ratio, max_swap_ops_per_second=cap, solver="milp"))
@@ -142,6 +146,9 @@ GIVEN = {
     "max_bytes_per_second": ("2GB", 2_000_000_000),
     "collective_reservation": ("0.25", 0.25),
     "solver": ("milp", "milp"),
+    "saved_tensors": ("int8", "int8"),
+    "gradients": ("parked", "parked"),
+    "parameters": ("streamed", "streamed"),
     "min_bytes": ("128KiB", 131072),
     "optimizer_state": ("streamed", "streamed"),
     "replay": ("False", False),
@@ -185,6 +192,7 @@ def test_nothing_given_is_nothing(monkeypatch):
         ("MHC_MEMORY_BUDGET", "0", "to turn it off, leave it empty"),
         ("MHC_EVICTION_STRATEGY", "belady", "one of cost_aware, lru, fifo"),
         ("MHC_EVICTION_STRATEGY", "LRU", "did you mean 'lru'?"),
+        ("MHC_SAVED_TENSORS", "INT8", "did you mean 'int8'?"),
         ("MHC_MEMORY_TIER", "ssd", "one of auto, host, disk"),
         ("MHC_CPU_BUFFER_RATIO", "80%", "a number from 0 to 0.95"),
         ("MHC_CPU_BUFFER_RATIO", "nan", "a number from 0 to 0.95"),
@@ -211,7 +219,8 @@ def test_variables_of_others_are_left_alone():
 
 
 SOURCES = st.dictionaries(st.sampled_from(sorted(GIVEN)), st.sampled_from((0, 1)))
-OTHER = {"budget": 77, "policy": "fifo", "tier": "host", "folder": "/x", "host_buffer_ratio": 0.1, "max_swap_ops_per_second": 9,
+OTHER = {"saved_tensors": "exact", "gradients": "resident", "parameters": "resident",
+         "budget": 77, "policy": "fifo", "tier": "host", "folder": "/x", "host_buffer_ratio": 0.1, "max_swap_ops_per_second": 9,
          "max_bytes_per_second": 8, "collective_reservation": 0.0, "solver": "greedy", "min_bytes": 0,
          "optimizer_state": "device", "replay": True}  # fmt: skip
 

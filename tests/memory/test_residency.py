@@ -30,6 +30,12 @@ class Hands:
     def __init__(self) -> None:
         self.here: dict[int, bool] = {}
 
+    def stored(self, entry: Entry) -> int:
+        return entry.nbytes
+
+    def came(self, entry: Entry) -> None:
+        assert self.here[entry.index]
+
     def source(self, entry: Entry) -> None:
         self.here[entry.index] = True
 

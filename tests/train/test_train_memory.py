@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from laneway.checkpoint import CheckpointStore
 from laneway.cli.train import read_request
-from laneway.core import InputError
+from laneway.core import Extension, InputError
 from laneway.memory.config import MemoryConfig
 from laneway.memory.manage import exact_meter
 from laneway.rundir import RunDirectory
@@ -110,3 +112,56 @@ def test_optimizer_state_in_the_tier_changes_no_bit_and_survives_a_resume(config
     without_the_last_checkpoint(run)
     train(streamed, out=run, resume=True, console=None)
     assert losses(run) == losses(tmp_path / "plain")
+
+
+def test_coded_saved_tensors_come_near_tell_their_error_and_are_another_run(config, tmp_path):
+    train(config, out=tmp_path / "plain", console=None)
+    run, coded = tmp_path / "managed", managed(config, tmp_path, 3 << 20, saved_tensors="int8")
+    train(coded, out=run, console=None)
+    assert losses(run) == pytest.approx(losses(tmp_path / "plain"), rel=0.01)
+    rows = RunDirectory(run).read_metrics()
+    assert any(0 < row.get("memory_coding_error", 0) <= row["memory_coding_error_max"] < 0.02 for row in rows)
+    assert json.loads(RunDirectory(run).memory.read_text())["saved_tensors"] == "int8"
+    without_the_last_checkpoint(run)
+    with pytest.raises(InputError, match=r"memory\.saved_tensors int8 → exact"):
+        train(managed(config, tmp_path, 3 << 20), out=run, resume=True, console=None)
+    train(coded, out=run, resume=True, console=None)
+
+
+class Stopping(Extension):
+    """Asks the run to stop; it does so after the next step, which validates."""
+
+    def on_step_end(self, step: int, metrics: dict) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def state_dict(self) -> dict:
+        return {}
+
+
+def test_gradients_and_parameters_in_the_tier_change_no_bit_through_a_stop_and_a_resume(config, tmp_path):
+    config = dataclasses.replace(config, sample_tokens=8, checkpoint_every=0)
+    train(config, out=tmp_path / "plain", console=None)
+    parts = managed(config, tmp_path, 3 << 20, gradients="parked", parameters="streamed", replay=False)
+    run = tmp_path / "managed"
+    stopped = train(parts, out=run, console=None, extensions=[Stopping()])
+    assert (stopped.steps, stopped.stopped) == (3, "SIGTERM")
+    train(parts, out=run, resume=True, console=None, extensions=[Stopping()])
+    assert losses(run) == losses(tmp_path / "plain")
+    told = json.loads(RunDirectory(run).memory.read_text())
+    assert told["gradients"]["peak"] > 0
+    assert told["parameters"]["peak"] > 0
+
+
+@pytest.mark.parametrize(("field", "value"), [("gradients", "parked"), ("parameters", "streamed")])
+def test_gradients_and_parameters_move_only_where_nobody_else_looks_after_them(config, field, value):
+    def problems(ranks: int = 1, compiled: bool = False, **fields) -> list[str]:
+        memory = MemoryConfig("1GiB", **{field: value}, **fields)
+        changed = dataclasses.replace(config, batch_size=8, memory=memory, compile=compiled)
+        return [str(problem) for problem in changed.problems(ranks) if problem.field == f"memory.{field}"]
+
+    assert problems(replay=False) == []
+    (told,) = problems()
+    assert told == f"memory.{field}: got '{value}'; accepted: resident beside replay; --memory.replay false"
+    assert "beside 2 ranks" in problems(2, replay=False)[0]
+    assert "beside replay and compile" in problems(compiled=True)[0]

@@ -2,7 +2,8 @@
 
 What they read in a metrics row, each of that one step: ``memory_stall_seconds`` (the step waited for a tensor),
 ``memory_bytes_out``, ``memory_bytes_in``, ``memory_misses`` (tensors that were not back when they were needed) and
-``memory_transfer_contention_seconds`` (a collective and a transfer shared the link); and ``step_ms`` beside them.
+``memory_transfer_contention_seconds`` (a collective and a transfer shared the link) and ``memory_transfer_held_seconds`` (queued
+transfers waited for a collective); and ``step_ms`` beside them.
 """
 
 from __future__ import annotations
@@ -93,9 +94,13 @@ def transfer_contention(facts: RunFacts) -> Symptom | None:
     shared = _of_step(facts, "memory_transfer_contention_seconds")
     if len(shared) < LEAST_ROWS or float(np.median(shared)) <= SHARED:
         return None
+    evidence = f"both are under way for {100 * float(np.median(shared)):.0f} % of the median step"
+    held = _of_step(facts, "memory_transfer_held_seconds")
+    if len(held):
+        evidence += f", and transfers stand back for {100 * float(np.median(held)):.0f} %"
     return Symptom(
         "transfers and collectives share the link",
-        f"both are under way for {100 * float(np.median(shared)):.0f} % of the median step",
+        evidence,
         (
             _knob(
                 facts, "collective_reservation", "higher, up to 1: transfers stand back further while a collective is in flight"

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from laneway.core import LanewayError
 from laneway.memory.clock import Clock
+from laneway.memory.coding import CodingErrors, Int8
 from laneway.memory.config import MIN_BYTES
 from laneway.memory.extents import Known, View, key_of, plain, version_of
+from laneway.memory.recipe import CHANGED, Kept, Loan, Recipe, check_version
 from laneway.memory.residency import Account, Choice, Entry, Residency, Schedule
 from laneway.memory.tier import Tier
 
@@ -30,50 +32,24 @@ Observer = Callable[[str, Entry], None]
 class _Body:
     """What an entry's bytes are: the storage while it is resident, and how to make them again."""
 
-    __slots__ = ("changed", "device", "guard", "key", "recipe", "storage", "version")
+    __slots__ = ("changed", "codec", "coded", "device", "dtype", "guard", "key", "recipe", "storage", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
         self.guard: Tensor | None = tensor.detach()  # shares the version counter
         self.version = version_of(tensor)
         self.key = key_of(tensor)
-        self.device = tensor.device
+        self.device, self.dtype = tensor.device, tensor.dtype
+        self.codec: Int8 | None = None
+        self.coded: torch.UntypedStorage | None = None  # what is being read
         self.recipe: Recipe | None = None
         self.changed = False  # written in place while its copy left
 
     def check(self) -> None:
         if self.changed:
-            raise RuntimeError(_CHANGED + "its bytes were written while they moved out")
+            raise RuntimeError(CHANGED + "its bytes were written while they moved out")
         if self.guard is not None:
             check_version(self.guard, self.version)
-
-
-_CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation: "
-
-
-def check_version(tensor: Tensor, version: int | None) -> None:
-    """Raise what torch raises where a saved tensor was written in place.
-
-    Raises:
-        RuntimeError: it was.
-    """
-    if version is not None and tensor._version != version:
-        raise RuntimeError(
-            f"{_CHANGED}[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
-        )
-
-
-class _Kept:
-    """Stands for a saved tensor that is none of the manager's business."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), version_of(tensor)
-
-    def unpack(self) -> Tensor:
-        check_version(self.tensor, self.version)
-        return self.tensor
 
 
 class _Handle:
@@ -93,48 +69,6 @@ class _Handle:
             owner.release(self.entry)
 
 
-class _Loan:
-    """A view of an entry that a recipe reads; the books keep the entry for it."""
-
-    __slots__ = ("entry", "view")
-
-    def __init__(self, entry: Entry, view: View) -> None:
-        self.entry, self.view = entry, view
-
-
-class Recipe:
-    """A leaf module's forward pass, to be run again on what it was given.
-
-    Attributes:
-        module: its ``forward`` is called, without hooks.
-        inputs: what it was given; loans and kept tensors in place of tensors.
-        seconds: what it takes, where known.
-    """
-
-    def __init__(self, name: str, module: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> None:
-        self.name, self.module, self.inputs, self.device = name, module, inputs, device
-        self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        self.seconds: float | None = None
-
-    def entries(self) -> tuple[Entry, ...]:
-        """The entries that hold its inputs."""
-        return tuple(held.entry for held in self.inputs if isinstance(held, _Loan))
-
-    def run(self) -> Tensor:
-        """The module's output, without a graph; the entries it reads are resident."""
-        enabled, dtype = self.autocast
-        with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
-            found: Tensor = self.module.forward(*[_lent(held) for held in self.inputs])
-        return found
-
-
-def _lent(held: Any) -> Any:
-    if isinstance(held, _Loan):
-        held.entry.body.check()
-        return held.view.over(held.entry.body.storage)
-    return held.unpack() if isinstance(held, _Kept) else held
-
-
 class Activations:
     """The engine: packs and unpacks for ``torch.autograd.graph.saved_tensors_hooks``.
 
@@ -144,6 +78,7 @@ class Activations:
         device: tensors of other devices are kept.
         min_bytes: smaller storages are kept.
         protected: says whether a storage must never be touched (parameters and buffers).
+        coded: what moves is coded as 8-bit integers where ``coding.Int8`` takes it: lossy.
     """
 
     def __init__(
@@ -154,9 +89,11 @@ class Activations:
         *,
         min_bytes: int = MIN_BYTES,
         protected: Callable[[Tensor], bool] = lambda tensor: False,
+        coded: bool = False,
     ) -> None:
         self.books = Residency(tier, clock, self)
         self.device, self.min_bytes, self.protected = device, min_bytes, protected
+        self.errors = CodingErrors() if coded else None
         self.observer: Observer | None = None
         self.known: Known[Entry] = Known()
         self.recipes: Known[Recipe] = Known()
@@ -171,6 +108,8 @@ class Activations:
         self.recipes.clear()
         self._index = 0
         self.extra_bytes = 0
+        if self.errors is not None:
+            self.errors.begin()
 
     @property
     def account(self) -> Account:
@@ -183,7 +122,7 @@ class Activations:
 
     # -- what autograd calls
 
-    def pack(self, tensor: Tensor) -> _Kept | _Handle:
+    def pack(self, tensor: Tensor) -> Kept | _Handle:
         """Take what autograd saves."""
         if (
             not plain(tensor)
@@ -191,11 +130,11 @@ class Activations:
             or tensor.untyped_storage().nbytes() < self.min_bytes
             or self.protected(tensor)
         ):
-            return _Kept(tensor)
+            return Kept(tensor)
         with self.books.lock:
             self._see_to_dropped()
             entry = self.known.get(tensor)
-            if entry is not None and entry.users and entry.body.version == version_of(tensor):
+            if entry is not None and entry.users and self._same(entry, tensor):
                 entry.users += 1
                 entry.touched = self.books.event
                 self.extra_bytes += tensor.untyped_storage().nbytes()
@@ -204,8 +143,13 @@ class Activations:
                 return _Handle(self, entry, View.of(tensor))
             return self._new(tensor)
 
+    def _same(self, entry: Entry, tensor: Tensor) -> bool:
+        """Whether the entry will hold the bytes of ``tensor``; what may be coded as floats is none of another dtype."""
+        body: _Body = entry.body
+        return body.version == version_of(tensor) and (self.errors is None or body.dtype == tensor.dtype)
+
     @staticmethod
-    def unpack(held: _Kept | _Handle) -> Tensor:
+    def unpack(held: Kept | _Handle) -> Tensor:
         """Give back what autograd saved."""
         return held.unpack()
 
@@ -214,6 +158,7 @@ class Activations:
         entry = Entry(self._index, tensor.untyped_storage().nbytes(), body)
         self._index += 1
         body.recipe = self.recipes.get(tensor)
+        entry.again = body.recipe is not None
         if body.recipe is not None:
             self.recipes.drop(body.key, body.recipe)
             if self.books.schedule.choice(entry.index) is Choice.RECOMPUTE:
@@ -283,23 +228,54 @@ class Activations:
 
     # -- hands of the books
 
+    def stored(self, entry: Entry) -> int:
+        """Its size, or that of its code."""
+        body: _Body = entry.body
+        if self.errors is not None and body.codec is None and body.guard is not None:
+            body.codec = Int8.of(body.guard)
+        return entry.nbytes if body.codec is None else body.codec.stored
+
     def source(self, entry: Entry) -> torch.UntypedStorage | None:
         """What to write."""
-        storage: torch.UntypedStorage | None = entry.body.storage
-        return storage
+        body: _Body = entry.body
+        if body.codec is None or body.storage is None or self.errors is None:
+            return body.storage
+        coded = body.codec.encode(body.storage)
+        self.errors.see(body.codec, coded, body.storage)
+        return coded
 
     def target(self, entry: Entry) -> torch.UntypedStorage:
         """Room to read into."""
         body: _Body = entry.body
-        body.storage = torch.empty(entry.nbytes, dtype=torch.uint8, device=body.device).untyped_storage()
-        return body.storage
+        storage = _room(entry.nbytes, body.device)
+        if body.codec is not None:
+            body.coded = _room(body.codec.stored, body.device)
+        body.storage = storage
+        return storage if body.coded is None else body.coded
+
+    def came(self, entry: Entry) -> None:
+        """Decode it."""
+        body: _Body = entry.body
+        coded, body.coded = body.coded, None
+        if body.codec is not None and coded is not None and body.storage is not None:
+            body.codec.decode(coded, body.storage)
+
+    def try_coding(self, entry: Entry) -> tuple[int, float]:
+        """Bytes that the entry moves as where that is coded, else 0, and the seconds that coding it takes."""
+        body: _Body = entry.body
+        stored = self.stored(entry)
+        if body.codec is None or body.storage is None:
+            return 0, 0.0
+        start = self.books.clock.now()
+        body.codec.decode(body.codec.encode(body.storage), _room(entry.nbytes, body.device))
+        return stored, (self.books.clock.now() - start) / 2
 
     def let_go(self, entry: Entry) -> None:
         """The bytes are elsewhere, or not needed any more."""
         body: _Body = entry.body
         if body.guard is not None and body.version is not None and body.guard._version != body.version:
             body.changed = True  # what arrived may be torn
-        body.storage = body.guard = None
+        body.storage = body.guard = body.coded = None
         if not entry.users and not entry.needed_by:
             body.recipe = None
 
@@ -333,7 +309,11 @@ class Activations:
         if not plain(given) or given.device != self.device:
             return None
         entry = self.known.get(given)
-        if entry is not None and entry.users and entry.body.version == version_of(given):
-            return _Loan(entry, View.of(given))
+        if entry is not None and entry.users and self._same(entry, given):
+            return Loan(entry, View.of(given))
         small = given.untyped_storage().nbytes() < self.min_bytes
-        return _Kept(given) if small or self.protected(given) else None
+        return Kept(given) if small or self.protected(given) else None
+
+
+def _room(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()

@@ -26,11 +26,15 @@ from laneway.sizes import (
 __all__ = ["VARIABLES", "MemoryConfig", "check_host_buffer", "from_environment", "parse_bytes", "resolve"]
 
 POLICIES = ("cost_aware", "lru", "fifo")
-TIERS = ("auto", "host", "disk")
+TIERS = ("auto", "host", "disk", "host+disk")
 SOLVERS = ("greedy", "milp")
 OPTIMIZER_STATES = ("device", "streamed")
 SWITCH = ("true", "false")
 MIN_BYTES = 64 << 10  # what is smaller is not worth a transfer
+SAVED_TENSORS = ("exact", "int8")
+GRADIENTS, PARAMETERS = ("resident", "parked"), ("resident", "streamed")
+LOSSY = frozenset({"saved_tensors"})
+"""Fields that may change the numbers."""
 
 VARIABLES = {
     "budget": "MHC_MEMORY_BUDGET",
@@ -42,6 +46,9 @@ VARIABLES = {
     "max_bytes_per_second": "MHC_MAX_SWAP_BYTES_PER_SEC",
     "collective_reservation": "MHC_COLLECTIVE_RESERVATION",
     "solver": "MHC_PLAN_SOLVER",
+    "saved_tensors": "MHC_SAVED_TENSORS",
+    "gradients": "MHC_GRADIENTS",
+    "parameters": "MHC_PARAMETERS",
     "min_bytes": "MHC_MIN_SWAP_BYTES",
     "optimizer_state": "MHC_OPTIMIZER_STATE",
     "replay": "MHC_REPLAY",
@@ -57,19 +64,25 @@ class MemoryConfig:
     policy: str = "cost_aware"
     """Who is moved out first: cost_aware | lru | fifo"""
     tier: str = "auto"
-    """Where tensors go: host (pinned memory of the host) | disk | auto (host beside an accelerator, disk on a CPU)"""
+    """Where tensors go: host (pinned memory of the host) | disk | host+disk | auto (host beside an accelerator, disk on a CPU)"""
     folder: str = ""
     """Folder of the disk tier's file; empty: the system's folder for temporary files."""
     host_buffer_ratio: float = DEFAULT_HOST_BUFFER_RATIO
     """Largest part of the host's memory that the host tier takes, 0 to 0.95; 2.5 to 3 times the device memory are advised."""
     max_swap_ops_per_second: int = 0
-    """Transfers that may start in a second; 0: no cap."""
+    """Transfers that may start in a second, on each tier; 0: no cap."""
     max_bytes_per_second: int = 0
-    """Bytes that may move in a second, both ways together; 0: no cap."""
+    """Bytes that may move in a second, both ways together, on each tier; 0: no cap."""
     collective_reservation: float = 0.5
     """Part of the link's bandwidth that transfers leave free while a collective is in flight, 0 to 1."""
     solver: str = "greedy"
     """How a plan is found: greedy | milp"""
+    saved_tensors: str = "exact"
+    """How saved tensors move: exact | int8 (as 8-bit integers where they are large and floating-point: fewer bytes, lossy)"""
+    gradients: str = "resident"
+    """Where gradients are between micro-batches: resident | parked (in the tier; needs replay off, one process)"""
+    parameters: str = "resident"
+    """Where parameters are that are not at work: resident | streamed (in the tier; needs replay off, one process)"""
     min_bytes: int = MIN_BYTES
     """Smaller tensors are never moved."""
     optimizer_state: str = "device"
@@ -93,6 +106,9 @@ class MemoryConfig:
             lambda: positive_int(name("max_bytes_per_second"), self.max_bytes_per_second, at_least=0),
             lambda: _check_fraction(name("collective_reservation"), self.collective_reservation, 1.0),
             lambda: choice(name("solver"), self.solver, SOLVERS),
+            lambda: choice(name("saved_tensors"), self.saved_tensors, SAVED_TENSORS),
+            lambda: choice(name("gradients"), self.gradients, GRADIENTS),
+            lambda: choice(name("parameters"), self.parameters, PARAMETERS),
             lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
             lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
             lambda: choice(name("replay"), str(self.replay).lower(), SWITCH),

@@ -39,12 +39,16 @@ class Entry:
         needs, needed_by: entries that its recomputation reads; how many dropped entries read this one.
         seconds: what its recomputation takes, as far as known.
         touched: the event at which it was saved, or saved again, last.
+        again: whether it can be computed again.
+        stored: bytes that it takes in the tier, from when it is first sent.
+        extra: bytes of a coded copy that is on the device while the entry leaves or comes; 0 where it moves as it is.
         lingers: its bytes have left, but whoever computes on still holds the original.
         body: what the engine needs to find the bytes; None in a simulation.
     """
 
     __slots__ = (
-        "body", "choice", "failure", "index", "lingers", "nbytes", "needed_by", "needs", "seconds", "slot", "state",
+        "again", "body", "choice", "extra", "failure", "index", "lingers", "nbytes", "needed_by", "needs", "seconds", "slot",
+        "state", "stored",
         "touched", "transfer", "used", "users",
     )  # fmt: skip
 
@@ -55,6 +59,8 @@ class Entry:
         self.slot: Slot | None = None
         self.transfer: Transfer | None = None
         self.used = self.lingers = False
+        self.again = True
+        self.stored, self.extra = nbytes, 0
         self.touched = 0
         self.failure: BaseException | None = None
 
@@ -64,11 +70,17 @@ class Entry:
 class Hands(Protocol):
     """Who touches the bytes that the books are about."""
 
+    def stored(self, entry: Entry) -> int:
+        """Bytes that the entry takes in the tier: its size, or less where it moves coded."""
+
     def source(self, entry: Entry) -> Any:
-        """The storage to write out (None in a simulation)."""
+        """The storage to write out, of ``stored`` bytes (None in a simulation)."""
 
     def target(self, entry: Entry) -> Any:
-        """A new storage to read into, from now on the entry's (None in a simulation)."""
+        """A new storage to read into, of ``stored`` bytes (None in a simulation)."""
+
+    def came(self, entry: Entry) -> None:
+        """The target is filled: from now on it, or what it codes, is the entry's."""
 
     def let_go(self, entry: Entry) -> None:
         """Drop the references to the entry's storage."""
@@ -116,6 +128,7 @@ class Account:
     write_stall: float = 0.0
     read_stall: float = 0.0
     recompute: float = 0.0
+    coding: float = 0.0
     bytes_out: int = 0
     bytes_in: int = 0
     writes: int = 0

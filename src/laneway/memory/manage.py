@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from laneway.core import InputError, LanewayError
 from laneway.memory.config import MemoryConfig, resolve
@@ -21,6 +22,8 @@ from laneway.memory.host import HostTier
 from laneway.memory.manager import MemoryManager, device_of
 from laneway.memory.meter import Meter, device_meter, host_capacity
 from laneway.memory.optimizer_state import StreamedOptimizerState
+from laneway.memory.sharing import Sharing
+from laneway.memory.stack import StackedTier
 from laneway.memory.throttle import Throttle
 from laneway.memory.tier import Tier
 
@@ -39,6 +42,7 @@ def manage_memory(
     recompute: bool = True,
     busy: Callable[[], bool] = lambda: False,
     config: MemoryConfig | None = None,
+    stay_without_grad: bool = False,
     **fields: Any,
 ) -> MemoryManager:
     """Keep training within a budget of device memory; the gradients stay the same bit for bit.
@@ -54,14 +58,19 @@ def manage_memory(
     Saved tensors move to the host or the disk and back, or are computed again, as a plan says that is made after the first pass
     of each shape. On a machine without accelerator the device is the RAM and the tier is the disk.
 
+    With ``gradients="parked"`` or ``parameters="streamed"`` what reads gradients and parameters (clipping, ``optimizer.step()``)
+    goes ``with memory.all_here():``. Anything else that uses what is away raises.
+
     Args:
         model: on one device; its forward pass begins a pass.
         optimizer: with ``optimizer_state="streamed"`` its state lives in the tier between steps.
         budget: bytes on the device, such as ``6GiB``; ``auto``: 82 % of its capacity (also where no source names one).
         policy: whom to send out where there is no plan yet: ``cost_aware``, ``lru`` or ``fifo``.
         recompute: whether plans may compute again.
-        busy: says whether a collective is in flight: then transfers leave it a share of the link.
+        busy: says whether a collective is in flight: then transfers leave it a share of the link. An ``InFlight`` also counts
+            how long they were in each other's way.
         config: all fields at once; otherwise from the environment and ``fields``.
+        stay_without_grad: with ``parameters="streamed"``: what a forward pass without gradients brought stays.
         fields: other fields of ``MemoryConfig``.
 
     Raises:
@@ -76,26 +85,57 @@ def manage_memory(
     if not config.on:
         config = replace(config, budget="auto")
     device = device_of(model)
-    throttle = make_throttle(config, busy)
+    refuse_parts(model, config)
     meter = exact_meter(device)
-    tier = make_tier(config, device, throttle, config.budget_bytes(meter.capacity()) or 0)
+    tier = make_tier(config, device, lambda: make_throttle(config, busy), config.budget_bytes(meter.capacity()) or 0)
     manager = MemoryManager(model, config, tier, meter, device, recompute=recompute)
     if config.optimizer_state == "streamed":
         if optimizer is None:
             raise InputError("optimizer", None, "the optimizer whose state is to be streamed")
         manager.optimizer_state = StreamedOptimizerState(optimizer, tier)
+    if config.parameters == "streamed":
+        manager.stream_parameters(stay_without_grad=stay_without_grad)
+    if config.gradients == "parked":
+        manager.park_gradients()
     return manager
 
 
+def refuse_parts(model: nn.Module, config: MemoryConfig) -> None:
+    """Refuse to move gradients or parameters of a model where that can't work.
+
+    Raises:
+        InputError: FSDP2 or another wrapper of parameters, DDP, or a compiled module.
+    """
+    for field, moved in (("gradients", config.gradients == "parked"), ("parameters", config.parameters == "streamed")):
+        if not moved:
+            continue
+        why = None
+        if any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters()):
+            why = "FSDP2, or another wrapper, decides where these parameters are"
+        elif any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            why = "DDP keeps gradients in buckets of its own"
+        elif any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+            why = "compiled modules read them past the hooks that bring them back"
+        if why is not None:
+            raise InputError(f"memory.{field}", getattr(config, field), f"resident with this model: {why}")
+
+
 def make_throttle(config: MemoryConfig, busy: Callable[[], bool] = lambda: False) -> Throttle | None:
-    """The caps of the configuration; None where there are none."""
-    if not (config.max_bytes_per_second or config.max_swap_ops_per_second or config.collective_reservation):
+    """The caps of the configuration; None where there are none, and nobody who counts what shares the link."""
+    caps = config.max_bytes_per_second or config.max_swap_ops_per_second or config.collective_reservation
+    if not caps and not isinstance(busy, Sharing):
         return None
     return Throttle(config.max_bytes_per_second, config.max_swap_ops_per_second, config.collective_reservation, busy)
 
 
-def make_tier(config: MemoryConfig, device: torch.device, throttle: Throttle | None = None, budget: int = 0) -> Tier:
-    """Host memory beside an accelerator, a file beside the RAM, or what the configuration names; for ``budget`` bytes of device.
+def make_tier(
+    config: MemoryConfig, device: torch.device, throttle: Callable[[], Throttle | None] = lambda: None, budget: int = 0
+) -> Tier:
+    """Host memory beside an accelerator, a file beside the RAM, or what the configuration names.
+
+    Args:
+        throttle: makes a throttle for each tier.
+        budget: bytes of device that it is for.
 
     Raises:
         LanewayError: the folder has no room for the disk tier's file.
@@ -103,8 +143,19 @@ def make_tier(config: MemoryConfig, device: torch.device, throttle: Throttle | N
     kind = config.tier
     if kind == "auto":
         kind = "disk" if device.type == "cpu" else "host"
+    if kind == "disk":
+        return _disk_tier(config, throttle(), budget)
+    host = HostTier(config.host_buffer_bytes(host_capacity()), device, throttle=throttle())
     if kind == "host":
-        return HostTier(config.host_buffer_bytes(host_capacity()), device, throttle=throttle)
+        return host
+    try:
+        return StackedTier([host, _disk_tier(config, throttle(), budget)])
+    except BaseException:
+        host.close()
+        raise
+
+
+def _disk_tier(config: MemoryConfig, throttle: Throttle | None, budget: int) -> DiskTier:
     folder = Path(config.folder or tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
     free = os.statvfs(folder)

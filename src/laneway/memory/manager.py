@@ -22,14 +22,17 @@ from laneway.memory.activations import Activations
 from laneway.memory.clock import Clock, WallClock
 from laneway.memory.config import MemoryConfig
 from laneway.memory.extents import Known, storages
+from laneway.memory.gradients import ParkedGradients
 from laneway.memory.meter import Meter
 from laneway.memory.online import victims
+from laneway.memory.parameters import StreamedParameters
 from laneway.memory.plan import Plan, make_plan
 from laneway.memory.predict import Forecaster, Signature
 from laneway.memory.profile import PassProfile
 from laneway.memory.record import Recorder
 from laneway.memory.residency import Account, Choice, Entry, Schedule
-from laneway.memory.simulate import Link
+from laneway.memory.simulate import Link, moved_bytes
+from laneway.memory.stack import StackedTier
 from laneway.memory.tier import Tier
 from laneway.memory.watch import Watch, find_blocks
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 UNKNOWN_HEADROOM = 0.25  # of what is left of the budget: kept free for what a pass never seen makes beside what it saves
 DRIFT = 0.01  # of the budget: passes that begin with more of a difference than that have plans of their own
 TIGHTEN = 0.1  # of the budget, less for passes of a signature each time that one ran out of memory
+LEAST_WINDOW, LARGEST_WINDOW, WINDOWS_IN_BUDGET = 1 << 20, 64 << 20, 32
 PLANS = 64  # kept; the one used longest ago goes first
 
 
@@ -53,6 +57,7 @@ class PassReport:
         static: bytes on the device when it began.
         seconds: time from its first event to its end.
         account: the books.
+        coding_error: mean and most of the relative errors of a sample of what moved coded; None: nothing did.
     """
 
     signature: Signature
@@ -62,6 +67,7 @@ class PassReport:
     static: int
     seconds: float
     account: Account
+    coding_error: tuple[float, float] | None = None
 
 
 class MemoryManager:
@@ -99,9 +105,16 @@ class MemoryManager:
         self.counted = 0  # passes so far
         self.replanned = 0
         self.optimizer_state: StreamedOptimizerState | None = None
+        self.gradients: ParkedGradients | None = None
+        self.parameters: StreamedParameters | None = None
         self._owned: Known[bool] = Known()
         self.activations = Activations(
-            tier, self.clock, device, min_bytes=config.min_bytes, protected=lambda tensor: self._owned.get(tensor) is not None
+            tier,
+            self.clock,
+            device,
+            min_bytes=config.min_bytes,
+            protected=lambda tensor: self._owned.get(tensor) is not None,
+            coded=config.saved_tensors == "int8",
         )
         self._watch = Watch(model, self.activations, find_blocks(model))
         self._recorder: Recorder | None = None
@@ -135,15 +148,48 @@ class MemoryManager:
 
     def close(self) -> None:
         """Bring everything back and give the tier back."""
-        if self.optimizer_state is not None:
-            self.optimizer_state.close()
+        for part in (self.parameters, self.gradients, self.optimizer_state):
+            if part is not None:
+                part.close()
         self.tier.close()
+
+    def bring_all(self) -> None:
+        """Bring back gradients and parameters that are in the tier. Parameters stay until their modules have worked again."""
+        if self.gradients is not None:
+            self.gradients.gather()
+        if self.parameters is not None:
+            self.parameters.bring_all()
+
+    @contextmanager
+    def all_here(self) -> Generator[None]:
+        """Within, gradients and parameters are all here: for clipping and the optimizer's step. Afterwards parameters leave."""
+        self.bring_all()
+        try:
+            yield
+        finally:
+            if self.parameters is not None:
+                self.parameters.send_all()
+
+    def park_gradients(self) -> None:
+        """From now on gradients wait in the tier between micro-batches, until ``bring_all`` or ``all_here``."""
+        self.gradients = ParkedGradients(self.model.parameters(), self.tier, window_bytes=self._window())
+
+    def stream_parameters(self, *, stay_without_grad: bool = False) -> None:
+        """From now on parameters that are not at work are in the tier. See ``StreamedParameters``."""
+        self.parameters = StreamedParameters(
+            self.model, self.tier, window_bytes=self._window(), stay_without_grad=stay_without_grad
+        )
+        self._watch.parameters_leave = True
 
     @contextmanager
     def paused(self) -> Generator[None]:
         """Within, tensors are saved as if there were no manager."""
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
             yield
+
+    def _window(self) -> int:
+        """Bytes of gradients or parameters that are on their way ahead of their turn: a small part of the budget."""
+        return min(LARGEST_WINDOW, max(LEAST_WINDOW, self.budget // WINDOWS_IN_BUDGET))
 
     def _sharded_modules(self) -> list[nn.Module]:
         """Modules with parameters that FSDP2 gathers for their forward pass: only then it is known where they lie."""
@@ -174,12 +220,15 @@ class MemoryManager:
             guess = self.forecaster.model.predict(signature)
             self._predicted = None if guess is None else min(guess.bytes + self._static, self.budget)
             self.activations.begin(self._reactive(signature))
-            self._recorder = Recorder(self.activations.books, self.meter, self.clock, self._settle())
+            self.tier.expect(0)
+            coding = self.activations.try_coding if self.activations.errors is not None else None
+            self._recorder = Recorder(self.activations.books, self.meter, self.clock, self._settle(), coding)
             self._watch.record(self._recorder)
             self.activations.observer = self._recorder
             return
         self._predicted = self._plan.predicted.peak + (self._static - self._plan.profile.static)
         self.activations.begin(self._plan.schedule(self._static))
+        self.tier.expect(moved_bytes(self._plan.profile, self._plan.choices))
         again = {
             entry.name
             for entry, choice in zip(self._plan.profile.entries, self._plan.choices, strict=True)
@@ -211,7 +260,8 @@ class MemoryManager:
                 self.replanned += 1
         seconds = self.clock.now() - self._began
         self.counted += 1
-        self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account))
+        errors = None if self.activations.errors is None else self.activations.errors.mean_and_most()
+        self.passes.append(PassReport(signature, way, peak, self._predicted, self._static, seconds, account, errors))
 
     def since(self, counted: int) -> list[PassReport]:
         """Reports of the passes after the first ``counted``, as far back as they are kept."""
@@ -227,8 +277,13 @@ class MemoryManager:
 
     def link(self) -> Link:
         """The way to the tier, as measured."""
-        write, read = self.tier.bandwidth()
-        return Link(write, read)
+        if not isinstance(self.tier, StackedTier):
+            return Link(*self.tier.bandwidth())
+        below: Link | None = None
+        for tier in reversed(self.tier.tiers):
+            below = Link(*tier.bandwidth(), capacity=max(1, tier.capacity - tier.used), below=below)
+        assert below is not None
+        return below
 
     # -- plans
 
@@ -307,7 +362,8 @@ class MemoryManager:
         if kind != "save" or self._strayed or self._plan is None or self._signature is None:
             return
         expected = self._plan.profile.entries
-        if entry.index >= len(expected) or expected[entry.index].nbytes != entry.nbytes:
+        unlike = entry.index >= len(expected) or expected[entry.index].nbytes != entry.nbytes
+        if unlike or (self._plan.choices[entry.index] is Choice.RECOMPUTE and not entry.again):
             self._strayed = True
             choices = self.activations.books.schedule.choices[: entry.index]
             self.activations.books.schedule = replace(self._reactive(self._signature), choices=choices)

@@ -39,13 +39,22 @@ class StreamedParameters:
         tier: where the parameters live.
         window_bytes: most bytes that are brought ahead of their turn, and most that are leaving at a time.
         smallest: parameters of fewer bytes stay here.
+        stay_without_grad: what a forward pass without gradients brought stays until the next one with gradients.
 
     Raises:
         InputError: a parameter whose storage can't give its memory up: it is shared with numpy, a file or other processes.
     """
 
-    def __init__(self, model: nn.Module, tier: Tier, *, window_bytes: int = 64 << 20, smallest: int = 4096) -> None:
-        self.model, self.tier = model, tier
+    def __init__(
+        self,
+        model: nn.Module,
+        tier: Tier,
+        *,
+        window_bytes: int = 64 << 20,
+        smallest: int = 4096,
+        stay_without_grad: bool = False,
+    ) -> None:
+        self.model, self.tier, self.stay_without_grad = model, tier, stay_without_grad
         self.window_bytes = positive_int("window_bytes", window_bytes)
         self._books = Books()
         self._parcels = _parcels_of(model, tier, self._books, positive_int("smallest", smallest, 0))
@@ -139,7 +148,8 @@ class StreamedParameters:
                 and (parcel := self._parcels.get(key_of(leaf))) is not None
             ):
                 self._kept.add(parcel)
-        self._send(self._own[module])
+        if torch.is_grad_enabled() or not self.stay_without_grad:
+            self._send(self._own[module])
 
     # -- backward
 

@@ -218,6 +218,7 @@ def _by_milp(profile: PassProfile, budget: float, link: Link, recompute: bool) -
 
     count = len(profile.entries)
     sizes = np.array([e.nbytes for e in profile.entries], dtype=float)
+    moving = np.array([e.moved for e in profile.entries], dtype=float)
     lives = profile.lifetimes()
     stamps = np.cumsum([event.seconds for event in profile.events])
     others = ahead([event.other for event in profile.events], LOOK_AHEAD)
@@ -249,10 +250,11 @@ def _by_milp(profile: PassProfile, budget: float, link: Link, recompute: bool) -
             (used <= used[at], link.read_bandwidth, used[at] - turn, 1),
         ):
             row = np.zeros(2 * count + 2)
-            row[:count] = later * sizes / bandwidth
+            row[:count] = later * moving / bandwidth
             row[2 * count + which] = -1.0
             rows.append(row), low.append(-np.inf), high.append(max(room, 0.0))
-    cost = np.concatenate([np.full(count, link.latency), [e.seconds or 0.0 for e in profile.entries], [1.0, 1.0]])
+    moves = [link.latency + 2 * e.coding for e in profile.entries]
+    cost = np.concatenate([moves, [e.seconds or 0.0 for e in profile.entries], [1.0, 1.0]])
     able = [1.0 if recompute and e.seconds is not None else 0.0 for e in profile.entries]
     bounds = Bounds(np.zeros(2 * count + 2), np.concatenate([np.ones(count), able, [np.inf, np.inf]]))
     integral = np.concatenate([np.ones(2 * count), [0, 0]])

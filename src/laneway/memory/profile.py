@@ -20,6 +20,8 @@ class EntryProfile:
         needs: entries that computing it again reads.
         held: the event until which others than autograd hold the storage; before it, nothing is gained by moving the entry.
         block: number of the block (in ``PassProfile.blocks``) whose checkpointing does away with it.
+        stored: bytes that it moves as, where it moves coded; 0: as it is.
+        coding: seconds that coding it takes, and decoding it again.
     """
 
     nbytes: int
@@ -28,6 +30,13 @@ class EntryProfile:
     needs: tuple[int, ...] = ()
     held: int = 0
     block: int | None = None
+    stored: int = 0
+    coding: float = 0.0
+
+    @property
+    def moved(self) -> int:
+        """Bytes that move."""
+        return self.stored or self.nbytes
 
 
 @dataclass
@@ -117,7 +126,7 @@ class PassProfile:
 
     def beta(self, write_bandwidth: float) -> float:
         """Saved bytes produced per second of the forward pass over what the tier can take: above 1 moving all must stall."""
-        return self.saved / max(self.forward_seconds, 1e-12) / write_bandwidth
+        return sum(entry.moved for entry in self.entries) / max(self.forward_seconds, 1e-12) / write_bandwidth
 
     def lifetimes(self) -> list[tuple[int, int, int]]:
         """For each entry the events at which it is saved, first used and freed (−1: not seen)."""

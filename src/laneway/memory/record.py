@@ -25,9 +25,18 @@ class Recorder:
         meter: the device's bytes.
         clock: the computation's time; stalls and recomputation are taken off.
         settle: waits for the device, so that times are those of the computation and not of launching it.
+        coding: bytes that an entry moves as, and seconds that coding it takes; None: all move as they are.
     """
 
-    def __init__(self, books: Residency, meter: Meter, clock: Clock, settle: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        books: Residency,
+        meter: Meter,
+        clock: Clock,
+        settle: Callable[[], None] = lambda: None,
+        coding: Callable[[Entry], tuple[int, float]] | None = None,
+    ) -> None:
+        self.coding = coding
         self.books, self.meter, self.clock, self.settle = books, meter, clock, settle
         self.profile = PassProfile(static=meter.live())
         self.peak = 0
@@ -99,6 +108,9 @@ class Recorder:
                 block = self.profile.blocks[number]
                 block.inputs = tuple(sorted({*block.inputs, entry.index}))
         self.profile.entries.append(facts)
+        if self.coding is not None:
+            with self.aside():
+                facts.stored, facts.coding = self.coding(entry)
         self._shared[entry.index] = (entry, StorageWeakRef(entry.body.storage))
 
     def _saved_again(self, entry: Entry) -> None:
@@ -132,4 +144,4 @@ class Recorder:
 
     def _now(self) -> float:
         account = self.books.account
-        return self.clock.now() - account.stall - account.recompute - self._aside
+        return self.clock.now() - account.stall - account.recompute - account.coding - self._aside

@@ -13,11 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from laneway.core import LanewayError
 from laneway.memory.clock import Clock
 from laneway.memory.entries import Account, Choice, Entry, Hands, Schedule, State
-from laneway.memory.tier import Slot, Tier, TierFullError
+from laneway.memory.tier import Slot, Tier, TierFullError, Transfer
 
 __all__ = ["Account", "Choice", "Entry", "Hands", "Residency", "Schedule", "State"]
 
@@ -63,6 +64,8 @@ class Residency:
             self.account.saved += entry.nbytes
             self._arrive(entry.nbytes)
             entry.choice = self.schedule.choice(entry.index)
+            if entry.choice is Choice.RECOMPUTE and not entry.again:
+                entry.choice = Choice.KEEP
             if entry.choice is Choice.RECOMPUTE:
                 self._drop(entry)
             elif entry.choice is Choice.MOVE:
@@ -139,20 +142,47 @@ class Residency:
 
     def _send(self, entry: Entry) -> bool:
         """Queue its copy to the tier; False where the tier is full: then it stays."""
+        entry.stored = self.hands.stored(entry)
         try:
-            slot = self.tier.allocate(entry.nbytes)
+            slot = self.tier.allocate(entry.stored)
         except TierFullError:
             self.account.refused += 1
             return False
+        try:
+            source = self._source(entry)
+        except (MemoryError, RuntimeError):  # no room for a coded copy
+            self.resident -= entry.extra
+            self.tier.release(slot)
+            self.account.refused += 1
+            return False
         entry.state, entry.slot = State.LEAVING, slot
-        self.leaving_bytes += entry.nbytes
+        self.leaving_bytes += entry.nbytes + entry.extra
         self._leaving.append(entry)
-        entry.transfer = self.tier.write(slot, self.hands.source(entry), lambda error: self._left(entry, slot, error))
+        extra = entry.extra
+        entry.transfer = self.tier.write(slot, source, lambda error: self._left(entry, slot, extra, error))
         return True
 
-    def _left(self, entry: Entry, slot: Slot, error: BaseException | None) -> None:
+    def _source(self, entry: Entry) -> Any:
+        """What to write; a coded copy is on the device too until it has left."""
+        entry.extra = 0 if entry.stored == entry.nbytes else entry.stored
+        self._arrive(entry.extra)
+        start = self.clock.now()
+        source = self.hands.source(entry)
+        self.account.coding += self.clock.now() - start if entry.extra else 0.0
+        return source
+
+    def _stays(self, entry: Entry) -> None:
+        """Its copy out was cancelled."""
+        self.leaving_bytes -= entry.nbytes + entry.extra
+        self.resident -= entry.extra
+        self.account.cancelled += 1
+        assert entry.slot is not None
+        self.tier.release(entry.slot)
+
+    def _left(self, entry: Entry, slot: Slot, extra: int, error: BaseException | None) -> None:
         """The copy out has ended."""
-        self.leaving_bytes -= entry.nbytes
+        self.leaving_bytes -= entry.nbytes + extra
+        self.resident -= extra
         if error is None:
             self.account.bytes_out += slot.nbytes
             self.account.writes += 1
@@ -206,10 +236,16 @@ class Residency:
         entry = self._leaving.popleft()
         if entry.state is State.LEAVING and entry.transfer is not None:
             try:
-                return entry.transfer.wait()
+                return self._wait(entry.transfer)
             except (OSError, LanewayError) as error:  # it could not be written: ``_left`` was told, and it stays
                 error.__traceback__ = None  # its frames hold what is being saved
         return 0.0
+
+    def _wait(self, transfer: Transfer) -> float:
+        """Seconds until its end, but for what decoding took meanwhile."""
+        before = self.account.coding
+        waited = transfer.wait()
+        return max(0.0, waited - (self.account.coding - before))
 
     def _idle(self) -> list[Entry]:
         return [e for e in self.entries if e.state is State.RESIDENT and not e.used and (e.users or e.needed_by)]
@@ -246,7 +282,7 @@ class Residency:
             self.account.misses += 1
             self._fetch(entry, urgent=True)
         if entry.state is State.COMING and entry.transfer is not None:
-            self.account.read_stall += entry.transfer.wait()
+            self.account.read_stall += self._wait(entry.transfer)
         if entry.failure is not None:
             raise entry.failure
 
@@ -267,16 +303,14 @@ class Residency:
         assert entry.transfer is not None
         assert entry.slot is not None
         if entry.transfer.cancel():
-            self.leaving_bytes -= entry.nbytes
-            self.account.cancelled += 1
-            self.tier.release(entry.slot)
+            self._stays(entry)
         elif entry.state is not State.LEAVING:
             return
         entry.state, entry.slot, entry.transfer = State.RESIDENT, None, None
 
     def _fetch(self, entry: Entry, *, urgent: bool = False) -> None:
         target = self.hands.target(entry)
-        self._arrive(entry.nbytes)
+        self._arrive(entry.nbytes + entry.extra)
         entry.state = State.COMING
         slot = entry.slot
         assert slot is not None
@@ -291,6 +325,11 @@ class Residency:
         if entry.state is State.COMING:
             entry.state = State.RESIDENT
             entry.failure = error
+            if error is None:
+                start = self.clock.now()
+                self.hands.came(entry)
+                self.account.coding += self.clock.now() - start if entry.extra else 0.0
+        self.resident -= entry.extra
 
     def _prefetch(self) -> None:
         """Bring back what is used next, in order, as far as the allowance goes."""
@@ -302,7 +341,7 @@ class Residency:
             if entry.state is State.LEAVING:
                 self._call_back(entry)
             if entry.state is State.AWAY and (entry.users or entry.needed_by):
-                if self.resident + entry.nbytes > allowed:
+                if self.resident + entry.nbytes + entry.extra > allowed:
                     return
                 try:
                     self._fetch(entry)
@@ -335,9 +374,7 @@ class Residency:
         if before in (State.RESIDENT, State.COMING, State.LEAVING):
             self.resident -= entry.nbytes
         if before is State.LEAVING and entry.transfer is not None and entry.slot is not None and entry.transfer.cancel():
-            self.leaving_bytes -= entry.nbytes
-            self.account.cancelled += 1
-            self.tier.release(entry.slot)
+            self._stays(entry)
         elif before is State.AWAY and entry.slot is not None:
             self.tier.release(entry.slot)
         if before is State.DROPPED:

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from laneway.memory.clock import VirtualClock
 from laneway.memory.profile import PassProfile, ahead
 from laneway.memory.residency import Account, Choice, Entry, Residency, Schedule
 from laneway.memory.simulated import SimulatedTier
+from laneway.memory.stack import StackedTier
+from laneway.memory.tier import Tier
 
 LOOK_AHEAD = 8  # events of unmanaged demand that the allowance leaves room for, so that what comes back early doesn't overshoot
 
 
 @dataclass(frozen=True)
 class Link:
-    """The way to the tier: bytes per second each way, seconds a transfer takes on top, whether both ways go at once."""
+    """The way to the tier: bytes per second each way, seconds a transfer takes on top, whether both ways go at once.
+
+    ``capacity``: bytes that the tier has room for; ``below``: the way to the tier that takes what is more.
+    """
 
     write_bandwidth: float
     read_bandwidth: float
     latency: float = 1e-4
     duplex: bool = False
     capacity: int = 1 << 60
+    below: Link | None = None
 
-    def tier(self, clock: VirtualClock) -> SimulatedTier:
-        """A simulated tier behind this link."""
-        return SimulatedTier(clock, self.capacity, self.write_bandwidth, self.read_bandwidth, self.latency, self.duplex)
+    def tiers(self, clock: VirtualClock) -> list[SimulatedTier]:
+        """A simulated tier behind this link, and behind each below it."""
+        here = SimulatedTier(clock, self.capacity, self.write_bandwidth, self.read_bandwidth, self.latency, self.duplex)
+        return [here, *(self.below.tiers(clock) if self.below is not None else [])]
+
+    def tier(self, clock: VirtualClock) -> Tier:
+        """The tiers as one."""
+        found = self.tiers(clock)
+        return found[0] if len(found) == 1 else StackedTier(found)
 
 
 @dataclass(frozen=True)
@@ -65,9 +77,16 @@ def simulate(
         prefetch: bring entries back before they are asked for.
     """
     clock = VirtualClock()
-    tier = link.tier(clock)
+    tiers = link.tiers(clock)
+    tier = tiers[0] if len(tiers) == 1 else StackedTier(tiers)
+    tier.expect(moved_bytes(profile, choices))
     schedule = Schedule(choices, allowances(profile, budget), profile.order(), profile.held(), prefetch)
-    return _Pass(profile, clock, 1.0 / speed).run(tier, schedule)
+    return _Pass(profile, clock, 1.0 / speed).run(tier, schedule, lambda: sum(each.busy_seconds for each in tiers))
+
+
+def moved_bytes(profile: PassProfile, choices: Sequence[Choice]) -> int:
+    """Bytes that these choices put into the tier."""
+    return sum(entry.moved for entry, what in zip(profile.entries, choices, strict=True) if what is Choice.MOVE)
 
 
 class _Pass:
@@ -77,7 +96,7 @@ class _Pass:
         self.profile, self.clock, self.scale = profile, clock, scale
         self.entries: dict[int, Entry] = {}
 
-    def run(self, tier: SimulatedTier, schedule: Schedule) -> Outcome:
+    def run(self, tier: Tier, schedule: Schedule, busy_seconds: Callable[[], float]) -> Outcome:
         books = Residency(tier, self.clock, self)
         books.begin(schedule)
         trace: list[tuple[float, int]] = []
@@ -92,7 +111,7 @@ class _Pass:
                 books.free(self.entries[event.entry])
         self.clock.advance(self.profile.tail * self.scale)
         peak = max((nbytes for _, nbytes in trace), default=self.profile.static)
-        return Outcome(self.clock.now(), peak, books.account, tier.busy_seconds, tuple(trace))
+        return Outcome(self.clock.now(), peak, books.account, busy_seconds(), tuple(trace))
 
     def _entry(self, index: int, schedule: Schedule) -> Entry:
         facts = self.profile.entries[index]
@@ -104,11 +123,20 @@ class _Pass:
 
     # -- hands
 
+    def stored(self, entry: Entry) -> int:
+        """As in the profile."""
+        return self.profile.entries[entry.index].moved
+
     def source(self, entry: Entry) -> None:
-        """Nothing to write."""
+        """Nothing to write; coding takes its time."""
+        self.clock.advance(self.profile.entries[entry.index].coding * self.scale)
 
     def target(self, entry: Entry) -> None:
         """Nothing to read into."""
+
+    def came(self, entry: Entry) -> None:
+        """Nothing to take; decoding takes as long as coding."""
+        self.clock.advance(self.profile.entries[entry.index].coding * self.scale)
 
     def let_go(self, entry: Entry) -> None:
         """Nothing to let go of."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from laneway.memory.sharing import Sharing
+
 
 class Throttle:
     """Token buckets for bytes, for operations and for the link itself; what goes ahead unasked is paid back later.
@@ -13,7 +15,7 @@ class Throttle:
     Args:
         bytes_per_second, operations_per_second: the caps; 0: none.
         reservation: share of the link and of the caps that is taken away while ``busy()`` says a collective is in flight, 0 to 1.
-        busy: whether one is.
+        busy: whether one is. A ``Sharing`` is also told what the transfers do.
         burst: seconds of unused allowance that may be saved up.
     """
 
@@ -27,6 +29,7 @@ class Throttle:
     ) -> None:
         self.bytes_per_second, self.operations_per_second = bytes_per_second, operations_per_second
         self.reservation, self.busy, self.burst = reservation, busy, burst
+        self.sharing = busy if isinstance(busy, Sharing) else None
         self._last: float | None = None
         # Seconds at the full rate of bytes, operations and the link that were used in advance; negative: saved up.
         self._debts = [0.0, 0.0, 0.0]

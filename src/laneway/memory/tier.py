@@ -91,6 +91,9 @@ class Tier(ABC):
             TierFullError: there is none.
         """
 
+    def expect(self, nbytes: int) -> None:  # noqa: B027  most tiers have no use for it
+        """A hint: so many bytes are to be put in from now on, in the reverse order of their coming back."""
+
     @abstractmethod
     def release(self, slot: Slot) -> None:
         """Give the room back. A transfer of this slot that is still under way keeps it until it has ended."""

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Literal
 
@@ -210,7 +211,8 @@ class TransferQueue:
             work, transfer.work = transfer.work, None
             try:
                 assert work is not None
-                work()
+                with self._shared():
+                    work()
             except BaseException as failure:  # noqa: BLE001  it is handed to whoever waits
                 traceback.clear_frames(failure.__traceback__)  # they hold the storage
                 error = failure
@@ -241,8 +243,20 @@ class TransferQueue:
                         self._waiting[direction].remove(transfer)
                         transfer.stage = Stage.RUNNING
                         return transfer
-                self._changed.wait(None if delay is None else min(delay, LONGEST_NAP))
+                self._nap(delay)
             return None
+
+    def _shared(self) -> AbstractContextManager[None]:
+        sharing = self.throttle.sharing if self.throttle is not None else None
+        return nullcontext() if sharing is None else sharing.transfer()
+
+    def _nap(self, delay: float | None) -> None:
+        """Wait for a change, or until the throttle is to be looked at again."""
+        sharing = self.throttle.sharing if self.throttle is not None and delay is not None else None
+        start, held = self.clock.now(), sharing is not None and sharing()
+        self._changed.wait(None if delay is None else min(delay, LONGEST_NAP))
+        if sharing is not None and held:
+            sharing.held(self.clock.now() - start)
 
     def _delay(self, transfer: QueuedTransfer) -> float:
         if self.throttle is None:

@@ -35,6 +35,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, activations: Activations, blocks: list[tuple[str, nn.Module]]) -> None:
         self.model, self.activations, self.blocks = model, activations, blocks
+        self.parameters_leave = False  # then nothing is run again past the hooks that bring them
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -45,7 +46,7 @@ class Watch:
             self._handles.append(leaf.register_forward_pre_hook(hook.begin))
             self._handles.append(leaf.register_forward_hook(hook.end, with_kwargs=True))
         for number, (name, block) in enumerate(self.blocks):
-            if _compiled(block):
+            if _compiled(block) or (self.parameters_leave and _owns(block)):
                 continue
             around = _Block(number, name, recorder)
             self._handles.append(block.register_forward_pre_hook(around.begin, with_kwargs=True))
@@ -55,7 +56,9 @@ class Watch:
         """Note the recipes of these modules, and checkpoint these blocks."""
         for name, leaf in self._leaves():
             if name in recomputed:
-                self._handles.append(leaf.register_forward_hook(_Leaf(name, self.activations, None).end, with_kwargs=True))
+                hook = _Leaf(name, self.activations, None)
+                self._handles.append(leaf.register_forward_pre_hook(hook.begin))
+                self._handles.append(leaf.register_forward_hook(hook.end, with_kwargs=True))
         for number in checkpointed:
             self._checkpoint(self.blocks[number][1])
 
@@ -74,7 +77,10 @@ class Watch:
         return [
             (name, module)
             for name, module in modules.items()
-            if not any(True for _ in module.children()) and not _compiled(module) and not name.startswith(compiled)
+            if not any(True for _ in module.children())
+            and not _compiled(module)
+            and not name.startswith(compiled)
+            and not (self.parameters_leave and _owns(module))
         ]
 
     def _checkpoint(self, block: nn.Module) -> None:
@@ -95,11 +101,16 @@ class Watch:
         self._undo.append(undo)
 
 
+def _owns(module: nn.Module) -> bool:
+    """Whether it has parameters itself."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
 class _Leaf:
     """Around a leaf module: note how its output can be made again.
 
-    While recording, also whether it can: its forward pass must leave the module and the generators as they were, and a second one
-    must give the same bits.
+    Its forward pass must leave the module and the generators as they were. While recording, a second one must also give the same
+    bits.
     """
 
     def __init__(self, name: str, activations: Activations, recorder: Recorder | None) -> None:
@@ -118,7 +129,7 @@ class _Leaf:
         if output.untyped_storage().nbytes() < self.activations.min_bytes or output.device != self.activations.device:
             return
         keys = {key_of(given) for given in args if isinstance(given, Tensor) and plain(given)}
-        changed = self.recorder is not None and self._before != _state(module, self.activations.device)
+        changed = self._before != _state(module, self.activations.device)
         if changed or key_of(output) in keys or _keeps_statistics(module):
             return
         recipe = self.activations.recipe(self.name, module, args, output)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from laneway.core import InputError, choice, collect, positive_int
 from laneway.data.text import TextDataConfig
 from laneway.data.text import check as check_text
-from laneway.memory.config import MemoryConfig
+from laneway.memory.config import LOSSY, MemoryConfig
 from laneway.models.gpt import GPTConfig
 
 PRECISIONS = ("fp32", "bf16")
@@ -34,7 +34,8 @@ CADENCE = frozenset(
         "data.cache",
         "data.verify",
         "data.rebuild",
-        *(f"memory.{field.name}" for field in fields(MemoryConfig)),  # where bytes are: the numbers stay, bit for bit
+        # Where bytes are: the numbers stay, bit for bit.
+        *(f"memory.{field.name}" for field in fields(MemoryConfig) if field.name not in LOSSY),
     }
 )
 # … and how the same arithmetic is laid out: the curve stays the same to rounding, no longer bit for bit.
@@ -146,6 +147,7 @@ class TrainConfig:
                 self._check_seed,
                 self._check_prompt,
                 self._check_recompute,
+                lambda: self._check_parts(world_size),
             ]
         )
         return found
@@ -163,6 +165,16 @@ class TrainConfig:
         if self.recompute_streams and (self.compile or self.activation_checkpointing):
             other = "compile" if self.compile else "activation_checkpointing"
             raise InputError("recompute_streams", True, f"false beside {other}, which decides for whole blocks what is kept")
+
+    def _check_parts(self, world_size: int) -> None:
+        """Gradients and parameters leave the device only where nobody else looks after them."""
+        memory = self.memory
+        for name, moved in (("gradients", memory.gradients == "parked"), ("parameters", memory.parameters == "streamed")):
+            others = {"replay": memory.replay, "compile": self.compile, f"{world_size} ranks": world_size > 1}
+            found = [other for other, there in others.items() if there]
+            if moved and memory.on and found:
+                hint = "--memory.replay false" if found == ["replay"] else None
+                raise InputError(f"memory.{name}", getattr(memory, name), f"resident beside {' and '.join(found)}", hint)
 
     def _check_seed(self) -> None:
         if isinstance(self.seed, int) and self.seed >= 2**63:

@@ -31,19 +31,30 @@ _log = logging.getLogger("laneway")
 class RunMemory:
     """What a run has of memory management; nothing, where it is off."""
 
-    def __init__(self, manager: MemoryManager | None, survivor: Survivor | None = None, average: bool = False) -> None:
+    def __init__(
+        self,
+        manager: MemoryManager | None,
+        survivor: Survivor | None = None,
+        average: bool = False,
+        flying: InFlight | None = None,
+    ) -> None:
         self.manager, self.survivor, self.average = manager, survivor, average
+        self.flying = flying or InFlight()
         self._seen = 0
         self._survived: dict[str, int] = {}
+        self._told = 0.0, 0.0
 
     def attempt(self, run: Callable[[], Tensor]) -> Tensor:
         """Forward and backward of a micro-batch; again, where it ran out of memory."""
         return run() if self.survivor is None else self.survivor.attempt(run)
 
     def reduce(self, model: nn.Module) -> None:
-        """Average the gradients over the ranks, where the backward passes left that for later."""
+        """After the last backward pass: gradients and parameters are here, and averaged where the passes left that for later."""
+        if self.manager is not None:
+            self.manager.bring_all()
         if self.average:
-            reduce_gradients(model)
+            with self.flying.collective():
+                reduce_gradients(model)
 
     def repeat(self, work: Callable[[], T]) -> T:
         """Work on the gradients that changes nothing before its last allocation; again, where it ran out of memory."""
@@ -86,6 +97,11 @@ class RunMemory:
         self.manager.end_pass()
         row = metrics_of(self.manager.since(self._seen))
         self._seen = self.manager.counted
+        if self.flying.seen:
+            contention, held = self.flying.contention_seconds, self.flying.held_seconds
+            row["memory_transfer_contention_seconds"] = contention - self._told[0]
+            row["memory_transfer_held_seconds"] = held - self._told[1]
+            self._told = contention, held
         if self.survivor is not None:
             row |= {f"memory_{kind}": count for kind, count in self.survivor.counts.items()}
         return row
@@ -108,11 +124,12 @@ def run_memory(config: TrainConfig, parallel: Parallel, optimizer: torch.optim.O
     flying, ddp, average = InFlight(), parallel.call, False
     if isinstance(ddp, DistributedDataParallel):
         average = config.memory.replay
-        if config.memory.collective_reservation and not average:
+        if not average:
             flying.watch(ddp)
-    manager = manage_memory(parallel.model, optimizer, config=config.memory, busy=flying)
+    manager = manage_memory(parallel.model, optimizer, config=config.memory, busy=flying, stay_without_grad=True)
+    manager.bring_all()  # until the first step: a checkpoint may have to be read
     survivor = None
     if config.memory.replay:
         agree = Agreement(parallel.device) if average else None
         survivor = Survivor(manager, parallel.call, device=parallel.device, agree=agree)
-    return RunMemory(manager, survivor, average)
+    return RunMemory(manager, survivor, average, flying)

@@ -29,6 +29,7 @@ POLICIES = ("cost_aware", "lru", "fifo")
 TIERS = ("auto", "host", "disk")
 SOLVERS = ("greedy", "milp")
 OPTIMIZER_STATES = ("device", "streamed")
+OPTIMIZER_BITS = (32, 8, 4)
 SWITCH = ("true", "false")
 MIN_BYTES = 64 << 10  # what is smaller is not worth a transfer
 
@@ -44,6 +45,7 @@ VARIABLES = {
     "solver": "MHC_PLAN_SOLVER",
     "min_bytes": "MHC_MIN_SWAP_BYTES",
     "optimizer_state": "MHC_OPTIMIZER_STATE",
+    "optimizer_bits": "MHC_OPTIMIZER_BITS",
     "replay": "MHC_REPLAY",
 }
 
@@ -74,6 +76,8 @@ class MemoryConfig:
     """Smaller tensors are never moved."""
     optimizer_state: str = "device"
     """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
+    optimizer_bits: int = 32
+    """Bits of an element of the optimizer's moments between steps: 32 (as the optimizer has them) | 8 | 4. Also without a budget."""
     replay: bool = True
     """Run a micro-batch that ran out of memory again, in less; under DDP gradients are then reduced after all backward passes."""
 
@@ -95,6 +99,7 @@ class MemoryConfig:
             lambda: choice(name("solver"), self.solver, SOLVERS),
             lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
             lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
+            lambda: _check_bits(name("optimizer_bits"), self.optimizer_bits),
             lambda: choice(name("replay"), str(self.replay).lower(), SWITCH),
         ]
         return collect(checks)
@@ -178,6 +183,8 @@ def _from_text(field: str, text: str) -> Any:
         value = int(text)
     elif field in ("max_bytes_per_second", "min_bytes"):
         value = parse_bytes(variable, text)
+    elif field == "optimizer_bits":
+        value = int(text) if text.isascii() and text.isdigit() else text
     elif field == "replay":
         value = choice(variable, text.lower(), SWITCH) == "true"
     for problem in MemoryConfig(**{field: value}).problems():
@@ -204,6 +211,11 @@ def _check_budget(field: str, given: object) -> None:
         raise InputError(field, given, accepted, error.hint) from None
     if size == 0:
         raise InputError(field, given, accepted, "to turn it off, leave it empty")
+
+
+def _check_bits(field: str, given: object) -> None:
+    if isinstance(given, bool) or given not in OPTIMIZER_BITS:
+        raise InputError(field, given, "32, 8 or 4")
 
 
 def _check_folder(field: str, given: object) -> None:

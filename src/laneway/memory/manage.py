@@ -20,6 +20,7 @@ from laneway.memory.disk import DiskTier
 from laneway.memory.host import HostTier
 from laneway.memory.manager import MemoryManager, device_of
 from laneway.memory.meter import Meter, device_meter, host_capacity
+from laneway.memory.optimizer_lowbit import LowBitOptimizerState
 from laneway.memory.optimizer_state import StreamedOptimizerState
 from laneway.memory.throttle import Throttle
 from laneway.memory.tier import Tier
@@ -56,7 +57,8 @@ def manage_memory(
 
     Args:
         model: on one device; its forward pass begins a pass.
-        optimizer: with ``optimizer_state="streamed"`` its state lives in the tier between steps.
+        optimizer: with ``optimizer_state="streamed"`` its state lives in the tier between steps; with ``optimizer_bits`` 8 or 4
+            its moments have so many bits there (another result than with 32).
         budget: bytes on the device, such as ``6GiB``; ``auto``: 82 % of its capacity (also where no source names one).
         policy: whom to send out where there is no plan yet: ``cost_aware``, ``lru`` or ``fifo``.
         recompute: whether plans may compute again.
@@ -80,11 +82,19 @@ def manage_memory(
     meter = exact_meter(device)
     tier = make_tier(config, device, throttle, config.budget_bytes(meter.capacity()) or 0)
     manager = MemoryManager(model, config, tier, meter, device, recompute=recompute)
-    if config.optimizer_state == "streamed":
+    if config.optimizer_state == "streamed" or config.optimizer_bits != 32:
         if optimizer is None:
-            raise InputError("optimizer", None, "the optimizer whose state is to be streamed")
-        manager.optimizer_state = StreamedOptimizerState(optimizer, tier)
+            raise InputError("optimizer", None, "the optimizer whose state is to be streamed, or held in few bits")
+        manager.optimizer_state = make_optimizer_state(config, optimizer, tier)
     return manager
+
+
+def make_optimizer_state(config: MemoryConfig, optimizer: torch.optim.Optimizer, tier: Tier | None) -> StreamedOptimizerState:
+    """The optimizer's state as the configuration wants it held: in ``tier`` where it is streamed, in few bits or as it is."""
+    place = tier if config.optimizer_state == "streamed" else None
+    if config.optimizer_bits == 32:
+        return StreamedOptimizerState(optimizer, place)
+    return LowBitOptimizerState(optimizer, config.optimizer_bits, tier=place)
 
 
 def make_throttle(config: MemoryConfig, busy: Callable[[], bool] = lambda: False) -> Throttle | None:

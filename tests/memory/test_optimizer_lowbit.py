@@ -155,18 +155,18 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01)
 
 
-@pytest.mark.parametrize(("bits", "bound"), [(32, 1e-3), (8, 0.06), (4, 0.4)])
+@pytest.mark.parametrize(("bits", "bound"), [(32, 1e-3), (8, 0.04), (4, 0.35)])
 def test_the_path_of_the_weights_stays_near_that_of_float64(bits: int, bound: float) -> None:
-    """Distance of the weights from AdamW in float64 after 100 steps, over how far that one has come."""
+    """Distance of the weights from AdamW in float64 after 60 steps, over how far that one has come."""
     seed = int(torch.randint(0, 1000, ()))
     exact, run = Problem(adamw, torch.float64, seed), Problem(adamw, seed=seed)
     if bits != 32:
         LowBitOptimizerState(run.optimizer, bits)
-    first = [exact.step() for _ in range(100)]
-    last = [run.step() for _ in range(100)]
+    first = [exact.step() for _ in range(60)]
+    last = [run.step() for _ in range(60)]
     way = (exact.flat() - exact.start).norm()
     assert float((run.flat().double() - exact.flat()).norm() / way) < bound
-    assert sum(last[-10:]) < sum(first[-10:]) * 1.1
+    assert sum(last[-10:]) < sum(first[-10:]) * 1.01
     assert sum(first[-10:]) < 0.8 * sum(first[:10])
 
 
@@ -346,7 +346,7 @@ def test_sharded_parameters_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.peers
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_codes_are_those_of_torchao(bits: int) -> None:
-    """Blocks without scales of rows and columns: the same tables and scales, so the same numbers (halfway is a matter of rounding)."""
+    """For vectors: the same tables and scales, so the same numbers (halfway between two is a matter of rounding)."""
     subclass = pytest.importorskip(f"torchao.optim.subclass_{bits}bit")
     theirs = getattr(subclass, f"OptimState{bits}bit")
     for signed in (True, False):

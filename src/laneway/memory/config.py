@@ -77,7 +77,7 @@ class MemoryConfig:
     optimizer_state: str = "device"
     """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
     optimizer_bits: int = 32
-    """Bits of an element of the optimizer's moments between steps: 32 (as the optimizer has them) | 8 | 4. Also without a budget."""
+    """Bits of the optimizer's moments between steps, also without a budget: 32 (as the optimizer has them) | 8 | 4"""
     replay: bool = True
     """Run a micro-batch that ran out of memory again, in less; under DDP gradients are then reduced after all backward passes."""
 

@@ -1,8 +1,8 @@
 """Codes of 8 and 4 bits for an optimizer's moments: numbers between −1 and 1 by their place in a table, beside scales.
 
-Signed tables and the unsigned one of 8 bits are dynamic: the fraction gets the bits that the exponent leaves (Dettmers et al., arXiv
-2110.02861). The unsigned one of 4 bits is linear and has no zero (Li, Chen and Zhu, arXiv 2309.01507): a second moment that became
-zero would make its update huge. For the same reason nothing above zero becomes zero in the unsigned table of 8 bits either.
+Signed tables and the unsigned one of 8 bits are dynamic: the fraction gets the bits that the exponent leaves (Dettmers et al.,
+arXiv 2110.02861). The unsigned one of 4 bits is linear and has no zero (Li, Chen and Zhu, arXiv 2309.01507): a second moment that
+became zero would make its update huge. For the same reason nothing above zero becomes zero in the unsigned table of 8 bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An optimizer whose moments are held in 8 or 4 bits between its steps, and are what they were only while it updates with them.
 
-The optimizer is the user's own AdamW, Adam or SGD, its step torch's own, fused or not; what differs from it is the rounding of the
-moments after each step. Opt-in: a run with it is another run than one without.
+The optimizer is the user's own AdamW, Adam or SGD, its step torch's own, fused or not; what differs from it is the rounding of
+the moments after each step. Opt-in: a run with it is another run than one without.
 """
 
 from __future__ import annotations

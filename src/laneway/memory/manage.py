@@ -29,6 +29,7 @@ LEAST_FILE, FILE_OVER_BUDGET = (
     1 << 30,
     4,
 )  # the disk tier's file: 4 × the budget, not less than 1 GiB, at most half of what is free
+LEAST_CHUNK, LARGEST_CHUNK, CHUNKS_IN_BUDGET = 4 << 20, 64 << 20, 32  # of optimizer state that is updated at a time
 
 
 def manage_memory(
@@ -85,16 +86,22 @@ def manage_memory(
     if config.optimizer_state == "streamed" or config.optimizer_bits != 32:
         if optimizer is None:
             raise InputError("optimizer", None, "the optimizer whose state is to be streamed, or held in few bits")
-        manager.optimizer_state = make_optimizer_state(config, optimizer, tier)
+        manager.optimizer_state = make_optimizer_state(config, optimizer, tier, manager.budget)
     return manager
 
 
-def make_optimizer_state(config: MemoryConfig, optimizer: torch.optim.Optimizer, tier: Tier | None) -> StreamedOptimizerState:
-    """The optimizer's state as the configuration wants it held: in ``tier`` where it is streamed, in few bits or as it is."""
+def make_optimizer_state(
+    config: MemoryConfig, optimizer: torch.optim.Optimizer, tier: Tier | None, budget: int = 0
+) -> StreamedOptimizerState:
+    """The optimizer's state as the configuration wants it held: in ``tier`` where it is streamed, in few bits or as it is.
+
+    Chunks are a small part of the ``budget`` (0: none), within bounds.
+    """
     place = tier if config.optimizer_state == "streamed" else None
+    chunk = min(LARGEST_CHUNK, max(LEAST_CHUNK, budget // CHUNKS_IN_BUDGET)) if budget else LEAST_CHUNK
     if config.optimizer_bits == 32:
-        return StreamedOptimizerState(optimizer, place)
-    return LowBitOptimizerState(optimizer, config.optimizer_bits, tier=place)
+        return StreamedOptimizerState(optimizer, place, chunk_bytes=chunk)
+    return LowBitOptimizerState(optimizer, config.optimizer_bits, tier=place, chunk_bytes=chunk)
 
 
 def make_throttle(config: MemoryConfig, busy: Callable[[], bool] = lambda: False) -> Throttle | None:

@@ -17,7 +17,7 @@ from laneway.bench.tiered_subject import Subject, Trained
 from laneway.memory.manager import MemoryManager
 from laneway.native import COMPILERS
 
-COMPILED_BUDGETS = (0.75, 0.5, 0.25, 0.1, 0.0)
+COMPILED_BUDGETS = (0.75, 0.5, 0.25, 0.0)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Plans for chosen links: ``memory_virtual``, followed on a clock of CPU time and modelled waiting; ``memory_solver``, on paper."""
+"""Plans for chosen links: ``memory_virtual``, followed on a clock of CPU time and modelled waits; ``memory_solver``, on paper."""
 
 from __future__ import annotations
 

@@ -101,6 +101,7 @@ def test_the_largest_batches(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it itself
 @pytest.mark.parametrize("model", MODELS)
 def test_the_dial_of_torch_compile(model, tmp_path):
     allocator = CountingAllocator.installed() or CountingAllocator.install(caching=True)

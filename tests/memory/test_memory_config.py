@@ -151,6 +151,7 @@ GIVEN = {
     "parameters": ("streamed", "streamed"),
     "min_bytes": ("128KiB", 131072),
     "optimizer_state": ("streamed", "streamed"),
+    "optimizer_bits": ("8", 8),
     "replay": ("False", False),
 }
 
@@ -202,6 +203,8 @@ def test_nothing_given_is_nothing(monkeypatch):
         ("MHC_MAX_SWAP_BYTES_PER_SEC", "fast", "a number of bytes"),
         ("MHC_COLLECTIVE_RESERVATION", "2", "a number from 0 to 1"),
         ("MHC_PLAN_SOLVER", "gready", "did you mean 'greedy'?"),
+        ("MHC_OPTIMIZER_BITS", "16", "32, 8 or 4"),
+        ("MHC_OPTIMIZER_BITS", "eight", "32, 8 or 4"),
         ("MHC_MIN_SWAP_BYTES", "1K", "write KiB (1024) or KB (1000)"),
         ("MHC_CPU_BUFER_RATIO", "0.5", "did you mean 'MHC_CPU_BUFFER_RATIO'?"),
     ],
@@ -222,7 +225,7 @@ SOURCES = st.dictionaries(st.sampled_from(sorted(GIVEN)), st.sampled_from((0, 1)
 OTHER = {"saved_tensors": "exact", "gradients": "resident", "parameters": "resident",
          "budget": 77, "policy": "fifo", "tier": "host", "folder": "/x", "host_buffer_ratio": 0.1, "max_swap_ops_per_second": 9,
          "max_bytes_per_second": 8, "collective_reservation": 0.0, "solver": "greedy", "min_bytes": 0,
-         "optimizer_state": "device", "replay": True}  # fmt: skip
+         "optimizer_state": "device", "optimizer_bits": 4, "replay": True}  # fmt: skip
 
 
 @given(st.sets(st.sampled_from(sorted(GIVEN))), SOURCES, SOURCES)

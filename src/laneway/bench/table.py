@@ -19,11 +19,16 @@ COLUMNS = {
     "step": ("variant", "dtype", "threads", "allocator", "wall_ms", "wall_ms_q1", "wall_ms_q3", "over_residual", "connections_ms",
              "peak_bytes"),
     "memory": ("model", "dtype", "variant", "exact", "peak_ratio", "wall_over_none", "main_cpu_over_none",
-               "process_cpu_over_none", "beta", "stall_share", "peak_error", "moved", "recomputed", "checkpointed"),
+               "process_cpu_over_none", "beta", "stall_share", "peak_error", "time_error_points", "moved", "recomputed",
+               "checkpointed"),
     "memory_virtual": ("model", "dtype", "bandwidth_mb_s", "beta", "budget_share", "variant", "exact", "peak_ratio",
                        "predicted_overhead", "overhead", "moved", "recomputed", "checkpointed"),
-    "memory_spike": ("model", "dtype", "length_factor", "demand_over_limit", "plain_survived", "managed_survived", "exact",
-                     "replays", "op_retries", "stall_seconds"),
+    "memory_spike": ("model", "dtype", "beta", "length_factor", "demand_over_limit", "plain_survived", "managed_survived",
+                     "exact", "gradient_error", "op_retries", "replays", "splits", "stall_seconds", "time_over_unlimited"),
+    "memory_batch": ("model", "dtype", "beta", "limit_share", "variant", "batch", "batch_over_none", "tokens_per_s",
+                     "at_most_tried"),
+    "memory_solver": ("model", "dtype", "bandwidth_mb_s", "beta", "budget_share", "solver", "feasible", "predicted_peak_ratio",
+                      "predicted_overhead", "moved", "recomputed", "checkpointed", "tried", "planning_seconds"),
     "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
     "modalities": ("modality", "variant", "seed", "test_loss", "accuracy", "best_alone", "step_ms", "step_time_over_residual"),
     "precision": ("variant", "dtype", "dim", "threads", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "fp32_over", "loss"),
@@ -37,7 +42,7 @@ COLUMNS = {
     "soak_summary": ("faults", "figure", "variant", "over", "value", "low", "high", "seeds"),
     "lora_summary": ("group", "runs", "alarms", "earlier", "same", "later", "missed", "shown"),
 }  # fmt: skip
-LEFT = ("variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy", "faults", "figure", "over")
+LEFT = ("variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy", "solver", "faults", "figure", "over")
 
 
 def show(report: Report, console: Console | None = None) -> None:

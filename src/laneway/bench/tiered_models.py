@@ -19,6 +19,8 @@ class Size:
     vocabulary: int = 4096
     length: int = 256
     batch: int = 8
+    longest: int = 6
+    """Times the length: how long a sequence may be."""
 
 
 class GPT2(nn.Module):
@@ -27,7 +29,7 @@ class GPT2(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.dim)
-        self.positions = nn.Parameter(0.02 * torch.randn(4 * size.length, size.dim))
+        self.positions = nn.Parameter(0.02 * torch.randn(size.longest * size.length, size.dim))
         self.blocks = nn.ModuleList(GPT2Block(size) for _ in range(size.layers))
         self.norm, self.head = nn.LayerNorm(size.dim), nn.Linear(size.dim, size.vocabulary, bias=False)
 
@@ -72,14 +74,14 @@ class UnfusedRMSNorm(nn.Module):
 
 
 class Llama(nn.Module):
-    """Unfused RMSNorm, rotary positions, SwiGLU (Touvron et al. 2023)."""
+    """Unfused RMSNorm, rotary positions, grouped keys and values, SwiGLU (Touvron et al. 2023)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.dim)
         self.blocks = nn.ModuleList(LlamaBlock(size) for _ in range(size.layers))
         self.norm, self.head = UnfusedRMSNorm(size.dim), nn.Linear(size.dim, size.vocabulary, bias=False)
-        angles = torch.arange(4 * size.length)[:, None] * 10000.0 ** -torch.linspace(0, 1, size.dim // size.heads // 2)
+        angles = torch.arange(size.longest * size.length)[:, None] * 10000.0 ** -torch.linspace(0, 1, size.dim // size.heads // 2)
         self.register_buffer("rotary", torch.cat([angles.cos(), angles.sin()], -1), persistent=False)
         self.rotary: Tensor
 
@@ -93,22 +95,26 @@ class Llama(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention with rotary positions, and a gated perceptron."""
+    """Attention with rotary positions, and a gated perceptron; two or three heads share their keys and values."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         hidden = 8 * size.dim // 3 // 32 * 32
-        self.heads = size.heads
+        self.heads, self.shared = size.heads, 3 if size.heads % 3 == 0 else 2 if size.heads % 2 == 0 else 1
+        narrow = size.dim // self.shared
         self.norm1, self.norm2 = UnfusedRMSNorm(size.dim), UnfusedRMSNorm(size.dim)
-        self.q, self.k, self.v, self.out = (nn.Linear(size.dim, size.dim, bias=False) for _ in range(4))
+        self.q, self.out = (nn.Linear(size.dim, size.dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(size.dim, narrow, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(size.dim, hidden, bias=False) for _ in range(2))
         self.act, self.down = nn.SiLU(), nn.Linear(hidden, size.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         """[b, t, c] → the same."""
         h = self.norm1(x)
-        q, k, v = (part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(_turned(q, rotary), _turned(k, rotary), v, is_causal=True)
+        q = self.q(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = (part(h).unflatten(-1, (self.heads // self.shared, -1)).transpose(1, 2) for part in (self.k, self.v))
+        k, v = (part.repeat_interleave(self.shared, 1) for part in (_turned(k, rotary), v))
+        y = F.scaled_dot_product_attention(_turned(q, rotary), k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         h = self.norm2(x)
         found: Tensor = x + self.down(self.act(self.gate(h)) * self.up(h))

@@ -28,9 +28,9 @@ def nothing(model: nn.Module) -> Generator[None]:
 
 
 @contextmanager
-def checkpointed(model: nn.Module) -> Generator[None]:
-    """``torch.utils.checkpoint`` around every block."""
-    with _each_block(model, {}):
+def checkpointed(model: nn.Module, count: int | None = None) -> Generator[None]:
+    """``torch.utils.checkpoint`` around every block, or the first ``count``: its dial."""
+    with _each_block(model, {}, count):
         yield
 
 
@@ -110,8 +110,8 @@ def _through(keeper: _WaitingFile | _Files) -> Generator[None]:
 
 
 @contextmanager
-def _each_block(model: nn.Module, options: dict[str, Any]) -> Generator[None]:
-    blocks = list(model.blocks)  # type: ignore[arg-type]
+def _each_block(model: nn.Module, options: dict[str, Any], count: int | None = None) -> Generator[None]:
+    blocks = list(model.blocks)[:count]  # type: ignore[arg-type]
     plain = [block.forward for block in blocks]
     for block, forward in zip(blocks, plain, strict=True):
         block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False, **options)

@@ -109,31 +109,39 @@ def _memory(
     models: tuple[str, ...] = ("gpt", "llama"),
     dtype: tuple[str, ...] = ("fp32", "bf16"),
     budgets: tuple[float, ...] = (0.63, 0.5),
+    tables: tuple[str, ...] = ("steps", "virtual", "spikes", "batches", "solver"),
     peers: tuple[str, ...] = ("checkpoint", "selective", "save_on_cpu", "torch_save"),
+    equal_peak: tuple[str, ...] = ("checkpoint", "compile"),
+    states: tuple[str, ...] = ("streamed", "8bit", "4bit", "streamed-8bit"),
+    totals: tuple[float, ...] = (0.4,),
     virtual: tuple[float, ...] = (200.0,),
-    spikes: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0),
+    spikes: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 5.5),
     folder: str = "",
     seconds: float = 120.0,
 ) -> _Job:
     """A training step under a budget of memory, against plain training, checkpointing and other ways to need less.
 
     Args:
-        quick: at most 60 s on 2 cores: a smaller network, one model, one budget, one peer.
+        quick: at most 60 s on 2 cores: a smaller network, one model, one budget, one peer, nothing compiled.
         json: one JSON object on stdout.
-        save: append the rows to DIR/memory.csv, memory_virtual.csv and memory_spike.csv; without DIR to benchmarks/results of the
-            source checkout.
+        save: append the rows to DIR/memory*.csv; without DIR to benchmarks/results of the source checkout.
         models: gpt and / or llama.
         dtype: fp32 and / or bf16 (autocast).
         budgets: as parts of plain training's peak.
-        peers: checkpoint, selective, save_on_cpu, torch_save.
+        tables: steps (memory.csv), virtual, spikes, batches, solver.
+        peers: checkpoint, selective, save_on_cpu, torch_save, at the peak they have.
+        equal_peak: checkpoint and / or compile: their dials turned until the peak is that of the budgets.
+        states: how the optimizer's state is held: streamed, 8bit, 4bit, streamed-8bit, streamed-4bit.
+        totals: budgets for managed steps with those states, as parts of plain training's peak.
         virtual: bandwidths of simulated tiers, MB/s.
-        spikes: steps of so many times the length under a hard limit, up to 4.
+        spikes: steps of so many times the length under a hard limit, up to 6.
         folder: of the disk tier's file; by default that of temporary files.
         seconds: time budget of the rounds of a model and dtype.
     """
     from laneway.bench import tiered
 
-    options = tiered.MemoryOptions(models, dtype, budgets, peers, virtual, folder, seconds, spikes)
+    given = {"equal_peak": equal_peak, "states": states, "totals": totals, "virtual": virtual, "spikes": spikes}
+    options = tiered.MemoryOptions(models, dtype, tables, budgets, peers, folder=folder, seconds=seconds, **given)
     return _job(tiered, options, quick, json, save)
 
 

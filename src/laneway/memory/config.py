@@ -29,11 +29,12 @@ POLICIES = ("cost_aware", "lru", "fifo")
 TIERS = ("auto", "host", "disk", "host+disk")
 SOLVERS = ("greedy", "milp")
 OPTIMIZER_STATES = ("device", "streamed")
+OPTIMIZER_BITS = (32, 8, 4)
 SWITCH = ("true", "false")
 MIN_BYTES = 64 << 10  # what is smaller is not worth a transfer
 SAVED_TENSORS = ("exact", "int8")
 GRADIENTS, PARAMETERS = ("resident", "parked"), ("resident", "streamed")
-LOSSY = frozenset({"saved_tensors"})
+LOSSY = frozenset({"saved_tensors", "optimizer_bits"})
 """Fields that may change the numbers."""
 
 VARIABLES = {
@@ -51,6 +52,7 @@ VARIABLES = {
     "parameters": "MHC_PARAMETERS",
     "min_bytes": "MHC_MIN_SWAP_BYTES",
     "optimizer_state": "MHC_OPTIMIZER_STATE",
+    "optimizer_bits": "MHC_OPTIMIZER_BITS",
     "replay": "MHC_REPLAY",
 }
 
@@ -87,6 +89,8 @@ class MemoryConfig:
     """Smaller tensors are never moved."""
     optimizer_state: str = "device"
     """Where the optimizer's state is between steps: device | streamed (in the tier, a part at a time on the device)"""
+    optimizer_bits: int = 32
+    """Bits of the optimizer's moments between steps, also without a budget: 32 (as the optimizer has them) | 8 | 4"""
     replay: bool = True
     """Run a micro-batch that ran out of memory again, in less; under DDP gradients are then reduced after all backward passes."""
 
@@ -111,6 +115,7 @@ class MemoryConfig:
             lambda: choice(name("parameters"), self.parameters, PARAMETERS),
             lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
             lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
+            lambda: _check_bits(name("optimizer_bits"), self.optimizer_bits),
             lambda: choice(name("replay"), str(self.replay).lower(), SWITCH),
         ]
         return collect(checks)
@@ -194,6 +199,8 @@ def _from_text(field: str, text: str) -> Any:
         value = int(text)
     elif field in ("max_bytes_per_second", "min_bytes"):
         value = parse_bytes(variable, text)
+    elif field == "optimizer_bits":
+        value = int(text) if text.isascii() and text.isdigit() else text
     elif field == "replay":
         value = choice(variable, text.lower(), SWITCH) == "true"
     for problem in MemoryConfig(**{field: value}).problems():
@@ -220,6 +227,11 @@ def _check_budget(field: str, given: object) -> None:
         raise InputError(field, given, accepted, error.hint) from None
     if size == 0:
         raise InputError(field, given, accepted, "to turn it off, leave it empty")
+
+
+def _check_bits(field: str, given: object) -> None:
+    if isinstance(given, bool) or given not in OPTIMIZER_BITS:
+        raise InputError(field, given, "32, 8 or 4")
 
 
 def _check_folder(field: str, given: object) -> None:

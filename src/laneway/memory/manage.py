@@ -21,6 +21,7 @@ from laneway.memory.disk import DiskTier
 from laneway.memory.host import HostTier
 from laneway.memory.manager import MemoryManager, device_of
 from laneway.memory.meter import Meter, device_meter, host_capacity
+from laneway.memory.optimizer_lowbit import LowBitOptimizerState
 from laneway.memory.optimizer_state import StreamedOptimizerState
 from laneway.memory.sharing import Sharing
 from laneway.memory.stack import StackedTier
@@ -31,6 +32,7 @@ LEAST_FILE, FILE_OVER_BUDGET = (
     1 << 30,
     4,
 )  # the disk tier's file: 4 × the budget, not less than 1 GiB, at most half of what is free
+LEAST_CHUNK, LARGEST_CHUNK, CHUNKS_IN_BUDGET = 4 << 20, 64 << 20, 32  # of optimizer state that is updated at a time
 
 
 def manage_memory(
@@ -63,7 +65,8 @@ def manage_memory(
 
     Args:
         model: on one device; its forward pass begins a pass.
-        optimizer: with ``optimizer_state="streamed"`` its state lives in the tier between steps.
+        optimizer: with ``optimizer_state="streamed"`` its state lives in the tier between steps; with ``optimizer_bits`` 8 or 4
+            its moments have so many bits there (another result than with 32).
         budget: bytes on the device, such as ``6GiB``; ``auto``: 82 % of its capacity (also where no source names one).
         policy: whom to send out where there is no plan yet: ``cost_aware``, ``lru`` or ``fifo``.
         recompute: whether plans may compute again.
@@ -89,10 +92,10 @@ def manage_memory(
     meter = exact_meter(device)
     tier = make_tier(config, device, lambda: make_throttle(config, busy), config.budget_bytes(meter.capacity()) or 0)
     manager = MemoryManager(model, config, tier, meter, device, recompute=recompute)
-    if config.optimizer_state == "streamed":
+    if config.optimizer_state == "streamed" or config.optimizer_bits != 32:
         if optimizer is None:
-            raise InputError("optimizer", None, "the optimizer whose state is to be streamed")
-        manager.optimizer_state = StreamedOptimizerState(optimizer, tier)
+            raise InputError("optimizer", None, "the optimizer whose state is to be streamed, or held in few bits")
+        manager.optimizer_state = make_optimizer_state(config, optimizer, tier, manager.budget)
     if config.parameters == "streamed":
         manager.stream_parameters(stay_without_grad=stay_without_grad)
     if config.gradients == "parked":
@@ -118,6 +121,20 @@ def refuse_parts(model: nn.Module, config: MemoryConfig) -> None:
             why = "compiled modules read them past the hooks that bring them back"
         if why is not None:
             raise InputError(f"memory.{field}", getattr(config, field), f"resident with this model: {why}")
+
+
+def make_optimizer_state(
+    config: MemoryConfig, optimizer: torch.optim.Optimizer, tier: Tier | None, budget: int = 0
+) -> StreamedOptimizerState:
+    """The optimizer's state as the configuration wants it held: in ``tier`` where it is streamed, in few bits or as it is.
+
+    Chunks are a small part of the ``budget`` (0: none), within bounds.
+    """
+    place = tier if config.optimizer_state == "streamed" else None
+    chunk = min(LARGEST_CHUNK, max(LEAST_CHUNK, budget // CHUNKS_IN_BUDGET)) if budget else LEAST_CHUNK
+    if config.optimizer_bits == 32:
+        return StreamedOptimizerState(optimizer, place, chunk_bytes=chunk)
+    return LowBitOptimizerState(optimizer, config.optimizer_bits, tier=place, chunk_bytes=chunk)
 
 
 def make_throttle(config: MemoryConfig, busy: Callable[[], bool] = lambda: False) -> Throttle | None:

@@ -12,7 +12,8 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,14 @@ from torch.optim import Optimizer
 
 from laneway.core import InputError, LanewayError, positive_int
 from laneway.memory.extents import key_of
+from laneway.memory.lowbit_moments import is_encoded
 from laneway.memory.optimizer_chunks import Options, step_of
 from laneway.memory.parcel import Books, Parcel, Where
 from laneway.memory.state_loading import StateLoading
 from laneway.memory.tier import Tier
+
+if TYPE_CHECKING:
+    from laneway.memory.optimizer_lowbit import Moments
 
 PREDICTED_RATIO = 3.0  # bytes of state per byte of parameter until some was seen: AdamW with amsgrad
 
@@ -38,15 +43,18 @@ class StreamedOptimizerState:
     Args:
         optimizer: one of torch's own that updates every parameter by itself, or one whose class says so by an attribute
             ``updates_each_parameter_alone = True``.
-        tier: where the state lives.
+        tier: where the state lives; None: it stays on the device.
         chunk_bytes: bytes of state that are updated at a time.
+        moments: what makes moments of few bits whole for an update; see ``LowBitOptimizerState``.
 
     Raises:
         InputError: an optimizer that looks at all parameters at once, or one whose ``step`` was replaced.
     """
 
-    def __init__(self, optimizer: Optimizer, tier: Tier, *, chunk_bytes: int = 64 << 20) -> None:
-        self.optimizer, self.tier = optimizer, tier
+    def __init__(
+        self, optimizer: Optimizer, tier: Tier | None, *, chunk_bytes: int = 64 << 20, moments: Moments | None = None
+    ) -> None:
+        self.optimizer, self.tier, self._moments = optimizer, tier, moments
         self.chunk_bytes = positive_int("chunk_bytes", chunk_bytes)
         self._books = Books()
         self._raw_step = step_of(optimizer)
@@ -58,13 +66,16 @@ class StreamedOptimizerState:
         self._replaced: Any = optimizer.__dict__.get("step")
         self._step = _replacement(self, self._raw_step)
         optimizer.step = types.MethodType(self._step, optimizer)  # type: ignore[method-assign]
-        loading = StateLoading(self._forget, self._load)
+        loading = StateLoading(self._forget, self._load, self._check)
         self._hooks = [
             optimizer.register_state_dict_post_hook(self._complete),
             optimizer.register_load_state_dict_pre_hook(loading.before),
             optimizer.register_load_state_dict_post_hook(loading.after),
         ]
         known = [p for p in optimizer.state if isinstance(p, Tensor)]
+        if moments is not None:
+            for parameter in known:
+                moments.encode(parameter, {})
         self._adopt(known)
         self._send(known)
         self._settle()
@@ -90,6 +101,9 @@ class StreamedOptimizerState:
                 parcel.drop()
         self._parcels.clear()
         self._closed = True
+        if self._moments is not None:
+            for parameter in [p for p in self.optimizer.state if isinstance(p, Tensor)]:
+                self._moments.decode(parameter)
         for hook in self._hooks:
             hook.remove()
         current = self.optimizer.__dict__.get("step")
@@ -117,7 +131,8 @@ class StreamedOptimizerState:
                 self._bring(piece)
                 ahead = index + 1 < len(pieces) and self._admit(pieces[index + 1], must=False)
                 self.optimizer.param_groups = merged.narrowed(piece)
-                self._raw_step(self.optimizer, *args, **kwargs)
+                with self._whole(piece):
+                    self._raw_step(self.optimizer, *args, **kwargs)
                 merged.take(self.optimizer.param_groups)
                 self.optimizer.param_groups = groups
                 self._reserved -= self._unborn(piece)
@@ -141,12 +156,17 @@ class StreamedOptimizerState:
                 if parameter.grad is None:
                     continue
                 nbytes = self._expected(parameter)
+                if self._moments is not None:
+                    nbytes += self._moments.decoded_bytes(parameter)
                 if not pieces or size + nbytes > most:
                     pieces.append([])
                     size = 0
                 pieces[-1].append(parameter)
                 size += nbytes
         return pieces
+
+    def _whole(self, piece: list[Tensor]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._moments is None else self._moments.decoded(piece)
 
     def _expected(self, parameter: Tensor) -> int:
         parcels = self._parcels.get(parameter)
@@ -179,6 +199,8 @@ class StreamedOptimizerState:
 
     def _adopt(self, parameters: Sequence[Tensor]) -> None:
         """Make parcels of state that is new, and forget those of state that the optimizer has replaced."""
+        if self.tier is None:
+            return
         for parameter in parameters:
             found: dict[int, list[Tensor]] = {}
             for value in self.optimizer.state.get(parameter, {}).values():
@@ -240,12 +262,23 @@ class StreamedOptimizerState:
                 parcel.drop()
         self._parcels.clear()
 
+    def _check(self, state_dict: dict[str, Any]) -> None:
+        if self._moments is not None:
+            self._moments.check(state_dict)
+        elif any(is_encoded(name) for entry in state_dict["state"].values() if isinstance(entry, dict) for name in entry):
+            raise LanewayError("the state dict's moments are of few bits: load it into an optimizer with LowBitOptimizerState")
+
     def _load(self, parameter: Tensor, values: dict[str, Tensor]) -> None:
         """Take the loaded ``values`` of one parameter: to the tier, or where that is full to the device."""
         if not values:
             return
+        if self._moments is not None:
+            values = self._moments.loaded(parameter, values)
         kept, state = [], self.optimizer.state[parameter]
         for name, value in values.items():
+            if self.tier is None:
+                state[name] = value.clone()
+                continue
             own = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
             source = value.untyped_storage()
             if source.nbytes() != own.untyped_storage().nbytes() or value.storage_offset():

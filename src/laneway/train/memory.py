@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laneway.memory.collectives import InFlight
-from laneway.memory.manage import manage_memory
+from laneway.memory.manage import make_optimizer_state, manage_memory
 from laneway.memory.manager import MemoryManager
 from laneway.memory.reduce import Agreement, reduce_gradients
 from laneway.memory.summary import metrics_of, summary
@@ -120,6 +121,10 @@ def _write(path: Path, data: bytes) -> None:
 def run_memory(config: TrainConfig, parallel: Parallel, optimizer: torch.optim.Optimizer) -> RunMemory:
     """The memory manager of a run, and what replays its micro-batches."""
     if not config.memory.on:
+        if config.memory.optimizer_bits != 32:
+            make_optimizer_state(
+                replace(config.memory, optimizer_state="device"), optimizer, None
+            )  # in the optimizer from here on
         return RunMemory(None)
     flying, ddp, average = InFlight(), parallel.call, False
     if isinstance(ddp, DistributedDataParallel):

@@ -9,11 +9,11 @@ from itertools import groupby
 
 from laneway.cluster.catalogue import DEVICES, DeviceEntry, match_device
 from laneway.cluster.levels import Shape, even, make_levels
-from laneway.cluster.order import rank_order
+from laneway.cluster.sequence import rank_order
 from laneway.cluster.topology import Device, Topology
 from laneway.core import InputError
 
-__all__ = ["Host", "Identity", "hosts_of", "informative", "topology_of_hosts"]
+__all__ = ["Host", "Identity", "common_device", "hosts_of", "informative", "topology_of_hosts", "with_paths"]
 
 _log = logging.getLogger("laneway")
 SWITCH_WORDS = ("rack", "pod", "cell", "island", "row", "block", "cluster")
@@ -58,8 +58,8 @@ def hosts_of(identities: Sequence[Identity]) -> list[Host]:
     return hosts
 
 
-def informative(paths: Sequence[tuple[str, ...]]) -> list[list[int]]:
-    """Levels of these paths that tell hosts apart, innermost first; each as a list of which group a host is in.
+def informative(paths: Sequence[tuple[str, ...]]) -> dict[int, list[int]]:
+    """Levels of these paths that tell hosts apart, innermost first: by how far out, the number of the group of each host.
 
     A level is left out if one group holds all hosts, if each host is a group of its own, or if it groups as the one inside it.
     Where paths are known of some hosts only, none is.
@@ -67,18 +67,16 @@ def informative(paths: Sequence[tuple[str, ...]]) -> list[list[int]]:
     depth = min((len(path) for path in paths), default=0)
     if depth == 0 and any(paths):
         _log.warning("laneway: racks are known for some hosts only, and are left out")
-    found: list[list[int]] = []
+    found: dict[int, list[int]] = {}
     for cut in range(depth):
         numbers: dict[tuple[str, ...], int] = {}
         groups = [numbers.setdefault(path[: len(path) - cut], len(numbers)) for path in paths]
-        if 1 < len(numbers) < len(paths) and groups not in found:
-            found.append(groups)
+        if 1 < len(numbers) < len(paths) and groups not in found.values():
+            found[cut] = groups
     return found
 
 
-def topology_of_hosts(
-    hosts: Sequence[Host], device: Device, words: Sequence[str] = SWITCH_WORDS, named: bool = True
-) -> Topology:
+def topology_of_hosts(hosts: Sequence[Host], device: Device, words: Sequence[str] = SWITCH_WORDS, named: bool = True) -> Topology:
     """The topology of these hosts, in rank order.
 
     Args:
@@ -90,13 +88,13 @@ def topology_of_hosts(
     if not hosts:
         raise InputError("hosts", hosts, "at least one host")
     found = informative([host.path for host in hosts])
-    paths = {host.name: [str(groups[i]) for groups in reversed(found)] for i, host in enumerate(hosts)}
+    paths = {host.name: [str(groups[i]) for groups in reversed(found.values())] for i, host in enumerate(hosts)}
     order = rank_order([host.name for host in hosts], paths)
     ordered = [hosts[index] for index in order]
     shapes = [Shape("device", *even([host.devices for host in ordered]))]
     members: list[tuple[str, ...]] = [tuple(paths[host.name]) for host in ordered]
     if len(hosts) > 1:
-        for word in ("node", *words):
+        for word in ("node", *(words[min(cut, len(words) - 1)] for cut in found)):
             if not members[0]:
                 shapes.append(Shape(word, len(members)))
                 break

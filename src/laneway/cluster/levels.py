@@ -14,8 +14,8 @@ __all__ = ["WORDS", "Choice", "Shape", "default_choice", "default_links", "even"
 WORDS: dict[str, str] = {
     "node": "",
     "rack": "",
-    **dict.fromkeys(("pod", "block", "row", "cell", "island", "cluster", "zone"), ""),
-    **dict.fromkeys(("datacenter", "campus", "site", "region", "cloud"), "WAN"),
+    **dict.fromkeys(("pod", "block", "row", "cell", "island", "cluster"), ""),
+    **dict.fromkeys(("zone", "datacenter", "campus", "site", "region", "cloud"), "WAN"),
     **dict.fromkeys(("edge", "home", "member"), "Broadband"),
 }
 """What members of a level may be called, and the network that joins them where none is named; "": the fabric inside goes on."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from laneway.cluster.catalogue import device
 from laneway.cluster.detect import detect_topology
@@ -130,6 +132,43 @@ def test_a_variable_that_cannot_be_read_is_named(environ, field):
     with pytest.raises(InputError) as caught:
         detect_topology(environ)
     assert caught.value.field == field
+
+
+NAMES = [
+    *("SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_TASKS_PER_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"),
+    *("SLURM_NTASKS", "SLURM_GPUS_PER_TASK", "SLURM_STEP_NODELIST", "SLURM_TOPOLOGY_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+]
+VALUES = st.one_of(
+    st.sampled_from(["2", "4(x2),3", "a100:8", "n[1-3]", "8(x2)", "0", "1"]), st.text("0123(x),:[]-an. ²", max_size=8)
+)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6))
+@settings(max_examples=150, deadline=None)
+def test_any_variables_are_read_or_refused(environ):
+    try:
+        topology = detect_topology(environ)
+    except InputError:
+        return
+    assert topology.world >= 1
+    assert sum(topology.member_counts(0)) == topology.world
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_nodes_are_read_or_refused(data):
+    """Nodes and HyperNodes of which something is something else."""
+    odd = st.sampled_from([None, 3, "x", [], {}, [3], {"name": 3}, {"x": None}, ""])
+    nodes = [node(f"n{i}", 8, {"rack": "r"}) for i in range(2)]
+    switches = [hypernode("s0", 1, member("Node", regexMatch={"pattern": "n"}))]
+    target = data.draw(st.sampled_from([nodes[0], switches[0], switches[0]["spec"], switches[0]["spec"]["members"][0]]))
+    inner = data.draw(st.sampled_from([target, *(value for value in target.values() if isinstance(value, dict))]))
+    inner[data.draw(st.sampled_from([*inner, "x"]))] = data.draw(odd)
+    try:
+        topology = detect_topology({}, kubernetes={"items": nodes}, hypernodes=switches)
+    except InputError:
+        return
+    assert topology.world in (8, 9, 16)
 
 
 def test_an_unknown_gpu_keeps_its_name(caplog):

@@ -202,7 +202,7 @@ LEVEL_WRONG = [
     ({"size": 2, "duplex": 1}, "levels[1].duplex", "true or false"),
     ({"size": 2, "trusted": "no"}, "levels[1].trusted", "true or false"),
     ({"size": 2, "energy_nJ_per_byte": -1}, "levels[1].energy_nJ_per_byte", "≥ 0"),
-    ({"size": 2, "bandwith": 1}, "levels[1].bandwith", "bandwidth_GB_per_s"),
+    ({"size": 2, "band_width": 1}, "levels[1].band_width", "bandwidth_GB_per_s"),
     ({"size": 2, "bandwidth": 1}, "levels[1].bandwidth", "bandwidth_GB_per_s"),
     ({"size": 2, "member": 3}, "levels[1].member", "a text"),
 ]
@@ -224,6 +224,41 @@ ALL_WRONG = [
     *(({"device": OWN | own, "levels": [{"size": 2, "network": "PCIe4"}]}, *rest) for own, *rest in DEVICE_WRONG),
     ({"device": OWN, "levels": LEVELS}, "levels[0].bandwidth_GB_per_s", "a network"),
 ]
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.sampled_from(["H100", "NDR400", "a[1-2]"])
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_table_is_read_or_refused(data):
+    """A good table of which one value or key is another."""
+    table = tomllib.loads(FULL)
+    holder = data.draw(st.sampled_from([table, *table["levels"]]))
+    keys = [*holder, "counts", "racks", "topology", "latency_s", "source"]
+    holder[data.draw(st.sampled_from(keys))] = data.draw(JSON)
+    assert_read_or_refused(table)
+    assert_read_or_refused(data.draw(JSON))
+
+
+def assert_read_or_refused(table: object) -> None:
+    try:
+        said = Topology.parse(table).describe()
+    except InputError as error:
+        said = str(error)
+    assert said
+
+
+def test_a_cluster_larger_than_any_is_refused():
+    for levels in ([{"size": 10**30}], [{"size": 10**4}, {"size": 10**4}]):
+        with pytest.raises(InputError, match="at most"):
+            topology_from_dict({"device": "H100", "levels": levels})
 
 
 @pytest.mark.parametrize(("table", "field", "accepted"), ALL_WRONG, ids=[f"{i}-{row[1]}" for i, row in enumerate(ALL_WRONG)])

@@ -7,9 +7,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from laneway.cluster.catalogue import device as catalogued
 from laneway.cluster.catalogue import match_device
+from laneway.cluster.devices import UNKNOWN
 from laneway.cluster.hosts import SWITCH_WORDS, Host, Identity, common_device, hosts_of, topology_of_hosts, with_paths
 from laneway.cluster.identity import accelerator_count, accelerator_name, distributed_is_on, gather_identities, own_name
 from laneway.cluster.kubernetes import Cluster, kubernetes_cluster
@@ -147,8 +149,11 @@ def _device(
 
 
 def _told(device: Device) -> Device:
-    if device.source.rpartition("; ")[2].startswith("assumption: the type is unknown"):
-        _log.warning(
-            "laneway: no numbers of a device called %s; those of another stand in. Pass device= to set them", device.name
-        )
+    if device.source.endswith(UNKNOWN):
+        _warn_once(device.name)
     return device
+
+
+@cache
+def _warn_once(name: str) -> None:
+    _log.warning("laneway: no numbers of a device called %s; those of another stand in. Pass device= to set them", name)

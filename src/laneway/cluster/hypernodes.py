@@ -25,9 +25,12 @@ def hypernode_paths(items: Sequence[Any], nodes: Mapping[str, Mapping[str, str]]
     candidates = {"Node": nodes, "HyperNode": {name: {} for name in specs}}
     above: dict[tuple[str, str], str] = {}
     for name, spec in specs.items():
-        for member in spec.get("members") or ():
+        members = spec.get("members") or []
+        if not isinstance(members, list):
+            raise InputError(f"hypernodes.{name}", str(members)[:60], "a list of members")
+        for member in members:
             kind = member.get("type") if isinstance(member, Mapping) else None
-            if kind not in candidates:
+            if not isinstance(kind, str) or kind not in candidates:
                 raise InputError(f"hypernodes.{name}", kind, "members of type Node or HyperNode")
             for child in _selected(name, member.get("selector"), candidates[kind]):
                 if above.setdefault((kind, child), name) != name:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from laneway.cluster.grammar import parse_topology
+from laneway.cluster.grammar import LARGEST, parse_topology
 from laneway.cluster.hostlist import expand_hosts
 from laneway.cluster.quantities import known_keys
 from laneway.cluster.tables import device_from_table, device_to_table, level_from_table, level_to_table
@@ -54,6 +54,8 @@ def topology_from_dict(table: Mapping[str, Any]) -> Topology:
         topology = _from_levels(table, hosts, racks)
     if racks is not None:
         _check_racks(topology, racks)
+    if topology.world > LARGEST:
+        raise InputError("levels", topology.world, f"at most {LARGEST} devices in all")
     return topology
 
 

@@ -212,3 +212,5 @@ def test_many_hosts_take_little_time():
     rng.shuffle(hosts)
     placement = verify_order(identities(hosts, racks), Topology.parse("1xH100_16nodes_256racks"))
     assert crossings([racks[hosts[rank]] for rank in placement.order]) == 256
+    assert len(placement.problems) == 13
+    assert placement.problems[-1].endswith(" more")

@@ -15,7 +15,7 @@ from laneway.core import InputError
 
 __all__ = ["Placement", "crossings", "natural_key", "rank_order", "verify_order"]
 
-MOST_SHOWN = 4
+MOST_SHOWN, MOST_TOLD = 4, 12
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def verify_order(identities: Sequence[Identity], topology: Topology) -> Placemen
     if not problems:
         return Placement(topology, tuple(range(len(identities))))
     order = _arranged(topology, hosts, racks)
-    return Placement(topology, tuple(rank for host in order for rank in ranks[host]), tuple(problems))
+    shown = problems[:MOST_TOLD] + ([f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else [])
+    return Placement(topology, tuple(rank for host in order for rank in ranks[host]), tuple(shown))
 
 
 def _problems(topology: Topology, hosts: Sequence[Host], machines: Sequence[int], racks: Sequence[Sequence[int]]) -> list[str]:

@@ -17,5 +17,6 @@ BENCHES = {
     "precision": "a training step in fp32 and under bf16 autocast: how many times faster, on which instructions",
     "convert": "a pretrained Llama goes on training: plain, converted with its maps alone, converted as a whole",
     "policies": "eviction policies on recorded training steps in a simulated device: stall, overhead, bytes moved",
+    "planner": "the cost model on published step times, per model size; claims simulated on stated networks",
     "lora": "fine-tunes with a mistake: whether the consistency check says so before the loss does, and its false alarms",
 }

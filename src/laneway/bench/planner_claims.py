@@ -12,6 +12,7 @@ from laneway.bench.planner_machines import three_level
 from laneway.bench.rows import Row
 from laneway.cluster.architecture import Architecture
 from laneway.cluster.costs import (
+    ALGORITHMS,
     Group,
     choose_collective,
     collective_bytes,
@@ -75,7 +76,11 @@ def layouts() -> dict[str, tuple[Layout, str, str]]:
     )
     late = replace(planned, overlap_grads=False, grad_bytes=4)
     return {
-        "flat, bad order": (flat, "ring_worst", "FSDP over all ranks, fp32 gradients, nothing overlapped, ring in the worst order"),
+        "flat, bad order": (
+            flat,
+            "ring_worst",
+            "FSDP over all ranks, fp32 gradients, nothing overlapped, ring in the worst order",
+        ),
         "flat": (flat, "native", "the same, gathers and scatters by rings in topology order"),
         "flat, overlapped": (replace(flat, overlap_grads=True), "native", "the same, overlapped with compute"),
         "3D, not overlapped": (late, "native", "tp 8, pp 8 with 6 chunks, dp 32, fp32 gradients after the backward pass"),
@@ -127,8 +132,14 @@ def cross_node_bytes() -> list[Row]:
         "all-reduce, worst ring, fp32": (sent("all_reduce", 4, "ring_worst"), "replicated model"),
         "all-reduce, ordered ring, fp32": (sent("all_reduce", 4, "ring"), "replicated model"),
         "all-reduce, hierarchy, fp32": (sent("all_reduce", 4, "hierarchy"), "replicated model"),
-        "FSDP over all ranks, fp32 gradients": (sharded + sent("reduce_scatter", 4, "ring"), "two bf16 gathers and one reduction"),
-        "FSDP over all ranks, bf16 gradients": (sharded + sent("reduce_scatter", 2, "ring"), "two bf16 gathers and one reduction"),
+        "FSDP over all ranks, fp32 gradients": (
+            sharded + sent("reduce_scatter", 4, "ring"),
+            "two bf16 gathers and one reduction",
+        ),
+        "FSDP over all ranks, bf16 gradients": (
+            sharded + sent("reduce_scatter", 2, "ring"),
+            "two bf16 gathers and one reduction",
+        ),
         "HSDP, shard in the node, fp32": (sent("all_reduce", 4, "ring", across, 1 / 8), "weights gathered inside the node only"),
         "HSDP, shard in the node, bf16": (sent("all_reduce", 2, "ring", across, 1 / 8), "weights gathered inside the node only"),
         "HSDP, shard in the node, int8": (
@@ -150,27 +161,31 @@ def cross_node_bytes() -> list[Row]:
 
 def sweep(sizes: tuple[int, ...], bandwidths: tuple[float, ...]) -> list[Row]:
     """Every scheme over message size and the bandwidth between racks: which one wins, and whether native is kept."""
-    rows = []
-    for gigabytes in bandwidths:
-        outer = Level("L3", 32, 20e-6, gigabytes * 1e9 * 128, source=f"{gigabytes:g} GB/s a device")
-        topology = three_level(16, 32, outer)
-        for nbytes in sizes:
-            chosen = choose_collective("all_reduce", nbytes, topology)
-            native, _ = native_time("all_reduce", nbytes, topology)
-            times = {
-                scheme: 1e3 * collective_time("all_reduce", nbytes, topology, algorithm=scheme).value for scheme in SCHEMES
-            }
-            rows.append(
-                {
-                    "outer_gb_s": gigabytes,
-                    "message_bytes": nbytes,
-                    **{f"{scheme}_ms": milliseconds for scheme, milliseconds in times.items()},
-                    "native": native,
-                    "chosen": chosen.algorithm,
-                    "chosen_chunks": chosen.chunks,
-                    "chosen_ms": 1e3 * chosen.seconds.value,
-                    "native_kept": int(chosen.native),
-                    "assumption": "all-reduce over 8 × 16 × 32 H100, NDR400 in a rack, 20 µs between racks",
-                }
-            )
-    return rows
+    return [
+        _cell(op, nbytes, gigabytes) for op in ("all_reduce", "reduce_scatter") for gigabytes in bandwidths for nbytes in sizes
+    ]
+
+
+def _cell(op: str, nbytes: int, gigabytes: float) -> Row:
+    outer = Level("L3", 32, 20e-6, gigabytes * 1e9 * 128, source=f"{gigabytes:g} GB/s a device")
+    topology = three_level(16, 32, outer)
+    chosen = choose_collective(op, nbytes, topology)
+    native, native_seconds = native_time(op, nbytes, topology)
+    known = ALGORITHMS[op]
+    times = {
+        f"{scheme}_ms": 1e3 * collective_time(op, nbytes, topology, algorithm=scheme).value if scheme in known else None
+        for scheme in SCHEMES
+    }
+    return {
+        "op": op,
+        "outer_gb_s": gigabytes,
+        "message_bytes": nbytes,
+        **times,
+        "native": native,
+        "native_ms": 1e3 * native_seconds.value,
+        "chosen": chosen.algorithm,
+        "chosen_chunks": chosen.chunks,
+        "chosen_ms": 1e3 * chosen.seconds.value,
+        "native_kept": int(chosen.native),
+        "assumption": "8 × 16 × 32 H100, NDR400 in a rack, 20 µs between racks; bandwidth between racks a device",
+    }

@@ -153,9 +153,7 @@ def recomputation(rows: Sequence[Measured]) -> dict[str, Recompute]:
     """
     found: dict[str, Recompute] = {}
     for row in rows:
-        need = memory_of(
-            row.architecture, row.layout("none"), seq_len=row.seq_len, micro_batches=_count(row), flash=False
-        ).total
+        need = memory_of(row.architecture, row.layout("none"), seq_len=row.seq_len, micro_batches=_count(row), flash=False).total
         if need > _machine(row.devices).device.memory_bytes:
             found[row.size] = "full"
         found.setdefault(row.size, "none")
@@ -225,7 +223,10 @@ def score(rows: Sequence[Measured], predicted: Sequence[float]) -> dict[str, dic
 
 
 def evaluate(
-    rows: Sequence[Measured], source: str, calibration: Calibration = MEGATRON_ERA, note: Callable[[str], None] = lambda line: None
+    rows: Sequence[Measured],
+    source: str,
+    calibration: Calibration = MEGATRON_ERA,
+    note: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Row], dict[str, dict[str, float]]]:
     """A row for each measured one, and the scores; `note` is told what had to be assumed of single rows."""
     settings = recomputation(rows)

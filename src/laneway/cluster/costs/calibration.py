@@ -12,6 +12,7 @@ from laneway.core import InputError, LanewayError, nearest
 
 __all__ = ["SOURCES", "Calibration"]
 
+
 @dataclass(frozen=True)
 class Calibration:
     """What is reached of nominal rates, and what a kernel costs beside its work; `SOURCES` says where each default is from.
@@ -19,7 +20,7 @@ class Calibration:
     No constant belongs to one model, size or number of devices.
 
     Attributes:
-        matmul_fraction: share of an A100's peak FLOP/s that a large matrix product reaches; other devices in the ratio of `REACHED`.
+        matmul_fraction: share of an A100's peak FLOP/s that a large product reaches; other devices in the ratio of `REACHED`.
         memory_fraction: share of the memory bandwidth that elementwise kernels reach.
         elementwise_factor: bytes of elementwise kernels over those of Megatron's fused ones.
         k_half: inner dimension at which a tile spends half its time on its start and end.
@@ -53,7 +54,16 @@ class Calibration:
     def __post_init__(self) -> None:
         for name in SHARES:
             _number(name, getattr(self, name), 0.0, 1.0, above=name in DIVISORS)
-        for name in ("elementwise_factor", "k_half", "kernel_s", "dispatch_s", "interference", "spread", "network_spread", "overlap_slowdown"):
+        for name in (
+            "elementwise_factor",
+            "k_half",
+            "kernel_s",
+            "dispatch_s",
+            "interference",
+            "spread",
+            "network_spread",
+            "overlap_slowdown",
+        ):
             _number(name, getattr(self, name), 0.0, float("inf"))
         if not isinstance(self.flash_attention, bool):
             raise InputError("calibration.flash_attention", self.flash_attention, "true or false")
@@ -94,18 +104,18 @@ FITTED = "fitted on vTrain's published iteration times (A100): the single-node r
 SOURCES = {
     "matmul_fraction": FITTED,
     "memory_fraction": FITTED,
-    "elementwise_factor": "fused kernels; eager PyTorch moves about 2.5 times the bytes, counted kernel by kernel for a Llama layer",
+    "elementwise_factor": "fused kernels; eager PyTorch moves about 2.5 times the bytes, counted by kernel for a Llama layer",
     "k_half": FITTED,
     "kernel_s": FITTED,
     "dispatch_s": f"{FITTED}; Megatron-DeepSpeed's Python and autograd, no CUDA graphs",
     "interference": f"{FITTED}; an empirical term, which only the 39.1B rows need",
     "attention_fraction": "Dao 2023, FlashAttention-2, figure 5: forward and backward 190 of 312 TFLOP/s on an A100",
     "flash_attention": "what current frameworks do (PyTorch's scaled_dot_product_attention, Megatron-Core)",
-    "network_efficiency": "levels give bandwidths as collectives reach them; tensor parallelism over nodes in vTrain's rows agrees",
+    "network_efficiency": "levels give bandwidths as collectives reach them; vTrain's rows with tp over nodes agree",
     "overlap_fraction": "assumption: the first and last buckets of a pass have nothing beside them",
     "overlap_slowdown": "Galvatron's shipped profile: compute beside communication takes 1.126 times as long, rounded",
     "spread": "about eight of ten of vTrain's published rows lie within the interval",
-    "network_spread": "nccl-tests threads (NVIDIA/nccl-tests#283): bus bandwidth dips by a third; rings of one size differ as much",
+    "network_spread": "nccl-tests threads (NVIDIA/nccl-tests#283): bus bandwidth dips by a third",
 }
 """Where each default comes from."""
 

@@ -23,7 +23,7 @@ NATIVE: dict[str, tuple[str, ...]] = {
     "broadcast": ("chain",),
     "p2p": ("direct",),
 }
-"""What NCCL itself picks from, on a group in topology order: one call, flat from the outside."""
+"""What one call of NCCL itself picks from, on a group in topology order; gloo, on CPUs, has its ring alone."""
 MARGIN = 0.05
 """A scheme of our own must beat the native one by this share: a switch of code path is not worth less."""
 CHUNKS = (1, 4, 16)
@@ -47,6 +47,8 @@ def available(op: str, topology: Topology, group: Members = None) -> tuple[str, 
     """Algorithms that this group can run; never the badly ordered ring."""
     lanes = lanes_of(group, topology, DEFAULT)
     names = [name for name in ALGORITHMS[choice("op", op, ALGORITHMS)] if name != "ring_worst"]
+    if topology.device.name.upper().startswith("CPU"):
+        names = [name for name in names if name not in ("tree", "nvls_tree")]  # gloo has rings only
     if not has_multicast(topology) or lanes.at.fan(0) == 1:
         names = [name for name in names if name != "nvls_tree"]
     if len(lanes.crossed) < 2:
@@ -63,9 +65,7 @@ def native_time(
 ) -> tuple[str, Interval]:
     """The fastest of NCCL's own flat algorithms, and its seconds."""
     names = [name for name in NATIVE[choice("op", op, NATIVE)] if name in available(op, topology, group)]
-    times = {
-        name: collective_time(op, nbytes, topology, algorithm=name, group=group, calibration=calibration) for name in names
-    }
+    times = {name: collective_time(op, nbytes, topology, algorithm=name, group=group, calibration=calibration) for name in names}
     best = min(times, key=lambda name: times[name].value)
     return best, times[best]
 
@@ -113,6 +113,6 @@ def price(
     known = {name for names in ALGORITHMS.values() for name in names} | {"native"}
     if algorithm not in known:
         raise InputError("algorithm", algorithm, "one of auto, " + ", ".join(sorted(known)))
-    if algorithm == "ring_worst" and algorithm in ALGORITHMS[op] or algorithm in available(op, topology, group):
+    if (algorithm == "ring_worst" and algorithm in ALGORITHMS[op]) or algorithm in available(op, topology, group):
         return algorithm, collective_time(op, nbytes, topology, algorithm=algorithm, group=group, calibration=calibration)
     return native_time(op, nbytes, topology, group=group, calibration=calibration)

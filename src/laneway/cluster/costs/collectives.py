@@ -36,7 +36,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "broadcast": ("chain",),
     "p2p": ("direct",),
 }
-"""Algorithms of each operation, the plainest first. `ring` is in topology order; `hierarchy` has as many levels as the group crosses."""
+"""Algorithms of each operation, the plainest first. `ring` is in topology order; `hierarchy` has the levels the group crosses."""
 
 
 def collective_cost(

@@ -16,7 +16,7 @@ __all__ = ["Part", "Work", "beside_host", "layer_work", "optimizer_seconds", "re
 KERNELS = {"attention": 14, "feed_forward": 10, "site": 4, "expert": 8}
 """Kernels dispatched in a forward pass: counted in Megatron-LM's ParallelTransformerLayer with its fused kernels."""
 OPTIMIZER_BYTES = 34
-"""Bytes a parameter that mixed-precision Adam moves: gradient read twice (norm, update), master, m and v read and written, weight."""
+"""Bytes a parameter that mixed-precision Adam moves: gradient read twice, master, m and v read and written, weight written."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ __all__ = ["activation_bytes_of_layer", "in_flight", "layers_of_stage", "memory_
 
 STATE_BYTES = {"fp32": (4, 4, 8), "bf16": (2, 4, 12), "fp8": (4, 4, 12)}
 """Weight, accumulated gradient and Adam's states (fp32 copy included) of a parameter; fp8 keeps bf16 and two fp8 copies."""
-BUCKET = 40e6 * 4
-"""One bucket of gradients in flight: 40 million fp32 elements, Megatron-LM's default."""
+BUCKET = 40e6
+"""Elements of one bucket of gradients: Megatron-LM's default."""
 
 
 def layers_of_stage(arch: Architecture, layout: Layout) -> int:
@@ -130,5 +130,5 @@ def _activations(arch: Architecture, layout: Layout, seq_len: int, micro_batches
 def _buffers(arch: Architecture, layout: Layout, layer_bytes: float) -> float:
     """Context, buckets of gradients, and with ZeRO-3 two gathered layers."""
     gathered = 2 * layer_bytes if layout.zero >= 3 and layout.dp_shard > 1 else 0.0
-    buckets = 2 * BUCKET if layout.dp > 1 else 0.0
+    buckets = 2 * 4 * BUCKET if layout.dp > 1 else 0.0
     return CONTEXT.value + buckets + gathered

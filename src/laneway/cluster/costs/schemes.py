@@ -29,7 +29,7 @@ class Cost:
     together: bool = False
 
     def seconds(self, chunks: int = 1) -> float:
-        """Time of the message cut into `chunks` that follow each other: while one is on a level, the next is on the level before."""
+        """Time of the message cut into `chunks` that follow each other: each is on another level."""
         steps = sum(self.latency.values())
         if self.together:
             return steps + max(self.transfer.values(), default=0.0)

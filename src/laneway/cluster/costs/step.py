@@ -144,7 +144,14 @@ def _layer_pass(arch: Architecture, layout: Layout, share: Share, machine: Machi
 
 
 def _breakdown(
-    arch: Architecture, layout: Layout, layer: Pass, readout: Part, boundary: Traffic, data: DataTraffic, count: int, model: TrafficModel
+    arch: Architecture,
+    layout: Layout,
+    layer: Pass,
+    readout: Part,
+    boundary: Traffic,
+    data: DataTraffic,
+    count: int,
+    model: TrafficModel,
 ) -> dict[str, float]:
     """Seconds of the slowest stage by part, and the bubble. Inner stages receive and send both ways, the last only half of it."""
     layers = layers_of_stage(arch, layout)

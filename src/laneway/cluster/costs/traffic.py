@@ -44,7 +44,10 @@ _MOST = 65536
 
 @dataclass(frozen=True)
 class TrafficModel:
-    """Prices the collectives of one layout. `algorithm`: of gradients and experts; tensor parallelism always goes natively."""
+    """Prices the collectives of one layout.
+
+    `algorithm`: of weights, gradients and experts; tensor and pipeline parallelism always go natively.
+    """
 
     arch: Architecture
     layout: Layout
@@ -95,7 +98,7 @@ class TrafficModel:
     def boundary(self) -> Traffic:
         """One micro-batch's streams to the next pipeline rank: each tensor-parallel rank sends its part.
 
-        Without sequence parallelism the parts are gathered again on arrival (Narayanan et al. 2021, section 4.1, "scatter/gather").
+        Without sequence parallelism the parts are gathered again on arrival ("scatter/gather", Narayanan et al. 2021).
         """
         layout = self.layout
         nbytes = self._tokens * self.arch.streams * self.arch.hidden * self._element
@@ -107,19 +110,21 @@ class TrafficModel:
     def _pair(self, stride: int, size: int) -> Group:
         return Group(min(2, size), stride)
 
-    def gather(self, parameters: float) -> Traffic:
-        """Weights of a device from all ranks that share them."""
-        return self._one("all_gather", parameters * self._element, self._shard_group)
+    def gather(self, parameters: float, messages: int = 1) -> Traffic:
+        """Weights of a device from all ranks that share them, in so many messages one after the other."""
+        return self._several("all_gather", parameters * self._element, self._shard_group, messages)
 
-    def scatter(self, parameters: float) -> Traffic:
+    def scatter(self, parameters: float, messages: int = 1) -> Traffic:
         """Gradients reduced to the ranks that share them."""
-        return self._one("reduce_scatter", parameters * self.layout.grad_bytes, self._shard_group, self.algorithm)
+        return self._several("reduce_scatter", parameters * self.layout.grad_bytes, self._shard_group, messages)
 
-    def replicate(self, parameters: float) -> Traffic:
+    def replicate(self, parameters: float, messages: int = 1) -> Traffic:
         """Gradients reduced over replicas; `parameters`: those whose gradients one device holds then."""
         inner = self.layout.tp * self.layout.cp * self.layout.dp_shard
-        group = Group(self.layout.dp_replicate, inner)
-        return self._one("all_reduce", parameters * self.layout.grad_bytes, group, self.algorithm)
+        return self._several("all_reduce", parameters * self.layout.grad_bytes, Group(self.layout.dp_replicate, inner), messages)
+
+    def _several(self, op: str, nbytes: float, group: Group, messages: int) -> Traffic:
+        return self._one(op, nbytes / messages, group, self.algorithm).times(messages)
 
     @property
     def _shard_group(self) -> Group:

@@ -32,13 +32,13 @@ def transfer(multi: Sequence[Measured], single: Sequence[Measured], progress: Ca
         for interference in (best.interference, 0.0):
             tried = replace(best, interference=interference)
             rows += _tests(name, parts, tried)
-    return rows + _tests("the defaults", parts, MEGATRON_ERA)
+    return [*rows, *_tests("the defaults", parts, MEGATRON_ERA)]
 
 
 def candidates() -> Iterator[Calibration]:
     """All points of the grid."""
     for values in product(*GRID.values()):
-        yield replace(MEGATRON_ERA, **dict(zip(GRID, values, strict=True)))
+        yield Calibration.of({"flash_attention": MEGATRON_ERA.flash_attention, **dict(zip(GRID, values, strict=True))})
 
 
 def _tests(name: str, parts: dict[str, list[Measured]], calibration: Calibration) -> Iterable[Row]:

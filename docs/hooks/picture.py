@@ -58,7 +58,11 @@ def charts(rows: list[measured.Row]) -> list[Chart]:
 
 def picture(rows: list[measured.Row]) -> str:
     """The SVG file's text."""
-    drawn = charts(rows)
+    return compose(charts(rows))
+
+
+def compose(drawn: list[Chart]) -> str:
+    """Charts side by side with their titles and legends, as an SVG file's text."""
     total = len(drawn) * WIDTH + (len(drawn) - 1) * GAP
     parts = [element("style", Markup(_style())), element("rect", width="100%", height="100%", fill="var(--paper)")]
     for index, chart in enumerate(drawn):

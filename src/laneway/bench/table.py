@@ -40,9 +40,25 @@ COLUMNS = {
     "soak": ("faults", "variant", "seed", "demand_over_limit", "completed", "interruptions", "by_spike", "by_nan", "by_kill",
              "by_disk", "by_corrupt", "by_other", "longest_steps", "longest_seconds", "lost_steps", "final_loss", "exact"),
     "soak_summary": ("faults", "figure", "variant", "over", "value", "low", "high", "seeds"),
+    "planner": ("size", "devices", "micro_batch", "tp", "dp", "pp", "measured_ms", "predicted_ms", "predicted_low_ms",
+                "predicted_high_ms", "error", "mfu", "memory_gb"),
+    "planner_scores": ("file", "size", "rows", "mape", "spearman", "regret", "regret_worst"),
+    "planner_transfer": ("fitted_on", "tested_on", "rows", "matmul_fraction", "memory_fraction", "interference", "mape",
+                         "spearman"),
+    "planner_published": ("name", "devices", "measured_s", "predicted_s", "predicted_low_s", "predicted_high_s", "error", "mfu",
+                          "exposed_s"),
+    "planner_sync": ("network", "scheme", "algorithm", "sync_ms", "sync_low_ms", "sync_high_ms", "over_chosen"),
+    "planner_exposed": ("layout", "step_s", "exposed_s", "exposed_share", "bubble_s", "mfu", "cross_node_gb", "kwh_per_token",
+                        "memory_gb"),
+    "planner_bytes": ("scheme", "bytes_per_parameter", "saved"),
+    "planner_sweep": ("op", "outer_gb_s", "message_bytes", "ring_ms", "tree_ms", "nvls_tree_ms", "two_level_ms", "hierarchy_ms",
+                      "torus_ms", "native", "chosen", "chosen_ms", "native_kept"),
     "lora_summary": ("group", "runs", "alarms", "earlier", "same", "later", "missed", "shown"),
 }  # fmt: skip
-LEFT = ("variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy", "solver", "faults", "figure", "over")
+LEFT = (
+    "variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy", "solver", "faults", "figure", "over",
+    "file", "size", "fitted_on", "tested_on", "name", "network", "scheme", "algorithm", "layout", "op", "native", "chosen",
+)  # fmt: skip
 
 
 def show(report: Report, console: Console | None = None) -> None:

@@ -415,6 +415,27 @@ def _policies(
     return _job(policies, policies.PolicyOptions(traces=traces, record=record), quick, json, save)
 
 
+def _planner(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    rows: str = "",
+    calibration: str = "",
+) -> _Job:
+    """The cost model against published step times, and what it says of the claims; nothing is timed.
+
+    Args:
+        quick: at most 60 s on 2 cores: no constants fitted anew, fewer message sizes.
+        json: one JSON object on stdout; its summary has mape, spearman and regret by model size, as shares.
+        save: append the rows to DIR/planner*.csv; without DIR to benchmarks/results of the source checkout.
+        rows: evaluate this CSV file with the published columns (times in ms), and nothing else.
+        calibration: TOML or JSON file with measured constants instead of the defaults.
+    """
+    from laneway.bench import planner
+
+    return _job(planner, planner.PlannerOptions(rows=rows, calibration=calibration), quick, json, save)
+
+
 COMMANDS = {
     "layer": _layer,
     "step": _step,
@@ -427,4 +448,5 @@ COMMANDS = {
     "convert": _convert,
     "policies": _policies,
     "soak": _soak,
+    "planner": _planner,
 }

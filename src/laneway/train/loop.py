@@ -26,6 +26,7 @@ from laneway.checkpoint import CheckpointStore, export
 from laneway.checkpoint.atomic import explain
 from laneway.core import Extension, LanewayError
 from laneway.rundir import RunDirectory, append_event, replace_file
+from laneway.strategy.strategy import Strategy
 from laneway.train.config import TrainConfig
 from laneway.train.environment import describe_environment
 from laneway.train.faults import NonfiniteGuard, StopRequest
@@ -63,6 +64,7 @@ def train(
     spare: bool = False,
     extensions: Sequence[Extension] = (),
     console: str | None = "stdout",
+    plan: Strategy | None = None,
 ) -> TrainResult:
     """Train as ``config`` says and leave a run directory behind. Seeds the global generators of python, numpy and torch.
 
@@ -75,6 +77,7 @@ def train(
         spare: where ``out`` holds a run already, take ``out-2``, ``out-3``, … instead of raising.
         extensions: take part in every step, in this order, on every rank.
         console: where progress goes: ``stdout``, ``stderr`` or None.
+        plan: what ``config`` was planned by; the run directory keeps it, the report draws it.
 
     Raises:
         InputError: a field is wrong, the folder is taken, or the run in it was made with another configuration.
@@ -90,7 +93,7 @@ def train(
         with _disk_errors(Path(out)), _folder(ranks, Path(out), resume, spare) as run:
             layout = ranks.together(lambda: check_same_run(run, config) if resume else [])
             # In one expression: no name here keeps the model alive when the processes part.
-            return _Training(config, run, ranks, build(config, ranks), list(extensions), display, stop, started).run(
+            return _Training(config, run, ranks, build(config, ranks), list(extensions), display, stop, started, plan).run(
                 resume, layout
             )
 
@@ -124,9 +127,10 @@ class _Training:
         display: Display,
         stop: StopRequest,
         started: float,
+        plan: Strategy | None,
     ) -> None:
         self.config, self.folder, self.ranks, self.bench = config, run, ranks, bench
-        self.extensions, self.display, self.stop, self.started = extensions, display, stop, started
+        self.extensions, self.display, self.stop, self.started, self.plan = extensions, display, stop, started, plan
         self.store = CheckpointStore(run, config.keep_checkpoints)
         self.guard = NonfiniteGuard(config.max_nonfinite)
         self.clock = StepClock()
@@ -173,6 +177,8 @@ class _Training:
             self.folder.config: to_toml(self.config),
             self.folder.env: json.dumps(describe_environment(self.ranks), indent=1),
         }
+        if self.plan is not None:
+            described[self.folder.plan] = json.dumps(self.plan.to_dict(), indent=1)
         for path, text in described.items():
             try:
                 replace_file(path, text.encode())

@@ -29,12 +29,11 @@ _HOME = {
     "manage_memory": "laneway.memory.manage",
     "InputError": "laneway.core",
     "LanewayError": "laneway.core",
-    "Extension": "laneway.core",
+    "auto_config": "laneway.strategy.auto",
 }
 
 __all__ = [
     "ConsistencyCheck",
-    "Extension",
     "HyperConnection",
     "InputError",
     "LanewayError",
@@ -44,6 +43,7 @@ __all__ = [
     "__version__",
     "accelerate_hf",
     "add_lora",
+    "auto_config",
     "convert",
     "expand_streams",
     "load_converted",
@@ -71,8 +71,9 @@ if TYPE_CHECKING:
     from laneway.connections.convert import convert, unconvert
     from laneway.connections.hf import accelerate_hf, restore_hf
     from laneway.connections.load import load_converted
-    from laneway.core import Extension, InputError, LanewayError
+    from laneway.core import InputError, LanewayError
     from laneway.memory.manage import manage_memory
+    from laneway.strategy.auto import auto_config
 
 
 def __getattr__(name: str) -> Any:

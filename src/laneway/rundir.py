@@ -4,6 +4,7 @@
     env.json               machine, versions, command
     metrics/rank0.jsonl    one row a logged step: step, time, then named scalars with their units in the name
     events.jsonl           one row an event: time, step, kind, then what belongs to it
+    plan.json              the plan that the run was started with, where there is one
     memory.json            what the memory manager did, where there is one: budget, tier, plans, passes
     checkpoints/step_*/    plain checkpoints
     latest                 name of the newest complete checkpoint
@@ -63,6 +64,11 @@ class RunDirectory:
     def memory(self) -> Path:
         """``memory.json``."""
         return self.path / "memory.json"
+
+    @property
+    def plan(self) -> Path:
+        """``plan.json``."""
+        return self.path / "plan.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -13,6 +13,7 @@ VERBS = {
     "train": "train a language model on text",
     "generate": "write text with a trained model",
     "convert": "turn a saved transformers model into one with hyper-connections",
+    "plan": "plan the training of a model on a cluster",
     "report": "draw one or more runs as a single HTML file",
     "validate": "check a configuration file, field by field",
     "doctor": "look at this machine, or at a run, and say what to change",

@@ -1,4 +1,4 @@
-"""``laneway train [RECIPE] [--config FILE] [--out DIR] [--resume] [--json] [any field as a flag]``."""
+"""``laneway train [RECIPE] [--config FILE] [--plan FILE] [--out DIR] [--resume] [--json] [any field as a flag]``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from typing import Annotated
 import tyro
 
 from laneway.cli._parse import parse
-from laneway.core import LanewayError, choice
+from laneway.core import InputError, LanewayError, choice
 from laneway.memory.config import from_environment
 from laneway.recipes import DEFAULT, RECIPES
 from laneway.rundir import RunDirectory
+from laneway.strategy.strategy import Strategy
 from laneway.train.config import TrainConfig
 from laneway.train.loop import TrainResult, train
 from laneway.train.metrics import plain
 from laneway.train.place import newest_run
+from laneway.train.plan import apply_plan, check_world
 from laneway.train.progress import duration
 from laneway.train.resume import saved_config
-from laneway.train.settings import merge, read_toml
+from laneway.train.settings import differences, merge, read_toml
 
 _MEMORY_FLAG = re.compile("^--memory-")  # --memory-budget is short for --memory.budget
 
@@ -39,6 +41,7 @@ class Request:
     resume: bool
     json: bool
     settings: TrainConfig
+    plan_file: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -57,6 +60,7 @@ def run(args: Sequence[str]) -> int:
             resume=request.resume,
             spare=request.out is None,
             console="stderr" if request.json else "stdout",
+            plan=planned(request),
         )
     except LanewayError as error:
         if first_rank:
@@ -92,16 +96,30 @@ def starting_config(request: Request) -> TrainConfig:
     else:
         config = RECIPES[choice("recipe", request.recipe or DEFAULT, RECIPES)]()
         config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, **from_environment()))
-    if request.config_file is None:
-        return config
-    config, problems = merge(config, read_toml(request.config_file))
-    for problem in problems:
-        raise problem
-    return config
+    if request.config_file is not None:
+        config, problems = merge(config, read_toml(request.config_file))
+        for problem in problems:
+            raise problem
+    return config if request.plan_file is None else apply_plan(Strategy.load(request.plan_file), config)
+
+
+def planned(request: Request) -> Strategy | None:
+    """The plan that the run was given, if any.
+
+    Raises:
+        InputError: it was made for another number of processes, or a flag sets what the plan sets, to another value.
+    """
+    if request.plan_file is None:
+        return None
+    plan = Strategy.load(request.plan_file)
+    check_world(plan, int(os.environ.get("WORLD_SIZE", "1")))
+    for name, (wanted, given) in differences(apply_plan(plan, request.settings), request.settings).items():
+        raise InputError(name, given, f"{wanted}, as the plan has it", "leave the flag out, or plan again")
+    return plan
 
 
 def _source(request: Request) -> tuple[object, ...]:
-    return request.recipe, request.config_file, request.resume, request.out if request.resume else None
+    return request.recipe, request.config_file, request.plan_file, request.resume, request.out if request.resume else None
 
 
 def _command(start: TrainConfig) -> Callable[..., Request]:
@@ -111,6 +129,7 @@ def _command(start: TrainConfig) -> Callable[..., Request]:
         recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = None,
         /,
         config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+        plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
         out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
         resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
         json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
@@ -121,12 +140,13 @@ def _command(start: TrainConfig) -> Callable[..., Request]:
         Args:
             recipe: tiny (the default) | small | gpt2-124m
             config: TOML file with the fields below; config.toml of any run is one.
+            plan: what `laneway plan --recipe RECIPE --write FILE` wrote: sets batch, layout, precision and recompute.
             out: run directory; by default runs/RECIPE, or runs/RECIPE-2, … where that is taken.
             resume: go on from the newest checkpoint in --out (by default the latest run of the recipe).
             json: one JSON object on stdout at the end; everything else goes to stderr.
             settings: the run
         """
-        return Request(recipe, config, out, resume, json, settings)
+        return Request(recipe, config, out, resume, json, settings, plan)
 
     return command
 

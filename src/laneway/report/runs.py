@@ -15,6 +15,7 @@ import numpy as np
 from laneway.core import InputError
 from laneway.report.heatmap import Heat
 from laneway.report.memory import Memory, read_memory
+from laneway.report.plan import PlanView, read_plan
 from laneway.report.series import Curve
 from laneway.rundir import RunDirectory, column, number, site_columns
 
@@ -35,6 +36,9 @@ class Run:
     memory: Memory | None = None
     memory_fault: str = ""
     """Why there is no ``memory`` although there is a file."""
+    plan: PlanView | None = None
+    plan_fault: str = ""
+    """Why there is no ``plan`` although there is a file."""
 
     def curve(self, key: str) -> Curve:
         """A scalar over steps."""
@@ -147,6 +151,7 @@ def _names(paths: list[Path]) -> list[str]:
 
 def _load(directory: RunDirectory, name: str) -> Run:
     memory, fault = read_memory(directory)
+    plan, plan_fault = read_plan(directory.plan)
     return Run(
         path=directory.path,
         name=name,
@@ -156,4 +161,6 @@ def _load(directory: RunDirectory, name: str) -> Run:
         events=directory.read_events(),
         memory=memory,
         memory_fault=fault,
+        plan=plan,
+        plan_fault=plan_fault,
     )

@@ -27,6 +27,7 @@ from laneway.checkpoint import CheckpointStore, export
 from laneway.checkpoint.atomic import explain
 from laneway.core import Extension, InputError, LanewayError
 from laneway.rundir import RunDirectory, replace_file
+from laneway.strategy.strategy import Strategy
 from laneway.train.config import TrainConfig
 from laneway.train.environment import describe_environment
 from laneway.train.faults import NonfiniteGuard, StopRequest
@@ -67,6 +68,7 @@ def train(
     extensions: Sequence[Extension] = (),
     on_batch: Callable[[int, Batch], Batch] | None = None,
     console: str | None = "stdout",
+    plan: Strategy | None = None,
 ) -> TrainResult:
     """Train as ``config`` says and leave a run directory behind. Seeds the global generators of python, numpy and torch.
 
@@ -81,6 +83,7 @@ def train(
         on_batch: given the step and this rank's inputs and targets [b, t], what is trained on instead, such as shorter sequences;
             for an exact resume it must depend on nothing else, and all ranks need the same shape.
         console: where progress goes: ``stdout``, ``stderr`` or None.
+        plan: what ``config`` was planned by; the run directory keeps it, the report draws it.
 
     Raises:
         InputError: a field is wrong, the folder is taken, or the run in it was made with another configuration.
@@ -96,9 +99,9 @@ def train(
         with _disk_errors(Path(out)), _folder(ranks, Path(out), resume, spare) as run:
             layout = ranks.together(lambda: check_same_run(run, config) if resume else [])
             # In one expression: no name here keeps the model alive when the processes part.
-            return _Training(config, run, ranks, build(config, ranks), list(extensions), on_batch, display, stop, started).run(
-                resume, layout
-            )
+            return _Training(
+                config, run, ranks, build(config, ranks), list(extensions), on_batch, display, stop, started, plan
+            ).run(resume, layout)
 
 
 @contextmanager
@@ -131,9 +134,11 @@ class _Training:
         display: Display,
         stop: StopRequest,
         started: float,
+        plan: Strategy | None,
     ) -> None:
         self.config, self.folder, self.ranks, self.bench = config, run, ranks, bench
-        self.extensions, self.on_batch, self.display, self.stop, self.started = extensions, on_batch, display, stop, started
+        self.extensions, self.on_batch, self.display, self.stop = extensions, on_batch, display, stop
+        self.started, self.plan = started, plan
         self.store = CheckpointStore(run, config.keep_checkpoints)
         self.guard = NonfiniteGuard(config.max_nonfinite)
         self.clock = StepClock()
@@ -182,6 +187,8 @@ class _Training:
             self.folder.config: to_toml(self.config),
             self.folder.env: json.dumps(describe_environment(self.ranks), indent=1),
         }
+        if self.plan is not None:
+            described[self.folder.plan] = json.dumps(self.plan.to_dict(), indent=1)
         for path, text in described.items():
             try:
                 replace_file(path, text.encode())

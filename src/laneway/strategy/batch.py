@@ -1,0 +1,31 @@
+"""How many sequences a step usually has."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from laneway.strategy.refuse import data_ranks
+from laneway.strategy.space import Job
+
+# Tokens of a batch by parameters: Brown et al., arXiv 2005.14165, table 2.1.
+TOKENS = ((1.25e8, 0.5e6), (7.6e8, 0.5e6), (1.3e9, 1e6), (2.7e9, 1e6), (6.7e9, 2e6), (1.3e10, 2e6), (1.75e11, 3.2e6))
+
+
+def usual_tokens(parameters: float) -> float:
+    """Tokens of a step, interpolated in the logarithms of size and tokens; held at both ends."""
+    if parameters <= TOKENS[0][0]:
+        return TOKENS[0][1]
+    for (small, few), (large, many) in itertools.pairwise(TOKENS):
+        if parameters <= large:
+            part = math.log(parameters / small) / math.log(large / small)
+            return few * (many / few) ** part
+    return TOKENS[-1][1]
+
+
+def usual_batch(job: Job, parameters: float) -> int:
+    """Sequences near the usual number of tokens, in a multiple that some data-parallel size divides: as round as it can be."""
+    wanted = max(1, round(usual_tokens(parameters) / job.seq_len))
+    sizes = data_ranks(job) or [1]
+    unit = max((size for size in sizes if size <= wanted), default=min(sizes))
+    return max(unit, unit * round(wanted / unit))

@@ -1,0 +1,50 @@
+"""``laneway plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from laneway.cli import main
+from laneway.strategy.strategy import Strategy
+
+ASK = ["plan", "--model-size", "7B", "--topology", "8xH100_2nodes"]
+
+
+def test_it_prints_plan_prediction_reasons_and_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(ASK) == 0
+    said = capsys.readouterr().out
+    for word in ("layout", "predicted step", "exposed", "why", "not taken", "kWh/token"):
+        assert word in said
+
+
+def test_json_is_one_object_and_the_written_plan_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, picture = tmp_path / "plan.toml", tmp_path / "plan.svg"
+    assert main([*ASK, "--json", "--compare", "flat", "--write", str(target), "--picture", str(picture)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert Strategy.from_dict(said["plan"]) == Strategy.load(target)
+    assert said["compare"]["planned_seconds"] == said["plan"]["predicted"]["seconds"]["value"]
+    assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [
+        (["--model-size", "175", "--topology", "8xH100"], "model_size"),
+        (["--model-size", "7B", "--topology", "8xH10O"], "topology"),
+        (["--topology", "8xH100"], "model_size"),
+        (["--model-size", "7B", "--recipe", "tiny", "--topology", "8xH100"], "model_size"),
+        (["--model-size", "7B", "--topology", "8xH100", "--compare", "round"], "compare"),
+        (["--model-size", "7B", "--topology", "8xH100", "--write", "/nowhere/plan.toml"], "write"),
+        (["--model-size", "7B", "--topology", "8xH100", "--picture", "plan.png"], "picture"),
+        (["--recipe", "teeny", "--topology", "8xH100"], "recipe"),
+        (["--model-size", "175B", "--topology", "8xH100"], "does not fit"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(args: list[str], field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *args]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"laneway plan: {field}")

@@ -78,5 +78,5 @@ def test_a_wrong_field_is_named(data: object, field: str) -> None:
 
 
 def test_an_unknown_field_suggests_the_nearest() -> None:
-    with pytest.raises(InputError, match=r"plan\.inner\.sise.*did you mean 'size'"):
-        from_plain(Outer, {"name": "a", "inner": {"sise": 1}}, "plan")
+    with pytest.raises(InputError, match=r"plan\.inner\.sizze.*did you mean 'size'"):
+        from_plain(Outer, {"name": "a", "inner": {"sizze": 1}}, "plan")

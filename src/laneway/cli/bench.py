@@ -376,7 +376,7 @@ def _soak(
     """Training of varying length under a memory limit with faults: interruptions and work lost, managed and unmanaged.
 
     Args:
-        quick: at most 60 s on 2 cores: one schedule with one fault of each kind, all together, in fewer and shorter steps.
+        quick: at most 60 s on 2 cores: one schedule with one fault of each kind, all together, in fewer steps.
         json: one JSON object on stdout.
         save: append the rows to DIR/soak.csv and soak_summary.csv; without DIR to benchmarks/results of the source checkout.
         faults: comma-separated kinds, each alone and all together: spike, nan, kill, disk, corrupt.

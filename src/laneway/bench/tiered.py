@@ -94,7 +94,7 @@ def sized(name: str) -> Size:
 
 
 def quick(options: MemoryOptions) -> MemoryOptions:
-    """At most a minute on two cores: a small network, one model, one budget, nothing compiled; batches only if asked for alone."""
+    """At most a minute on two cores: a small network, one model and budget, nothing compiled; batches only if asked for alone."""
     first = {name: getattr(options, name)[:1] for name in ("models", "dtype", "budgets", "totals", "virtual")}
     equal = tuple(name for name in options.equal_peak if name != "compile")
     tables = tuple(name for name in options.tables if name != "batches") or options.tables

@@ -142,9 +142,9 @@ def _memory(
     """
     from laneway.bench import tiered
 
-    given = {"equal_peak": equal_peak, "states": states, "totals": totals, "virtual": virtual, "spikes": spikes}
-    given |= {"folder": folder, "seconds": seconds, "size": tiered.sized(size)}
-    options = tiered.MemoryOptions(models, dtype, tables, budgets, peers, **given)
+    options = tiered.MemoryOptions(
+        models, dtype, tables, budgets, peers, equal_peak, states, totals, virtual, folder, seconds, spikes, tiered.sized(size)
+    )
     return _job(tiered, options, quick, json, save)
 
 

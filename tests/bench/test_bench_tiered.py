@@ -132,3 +132,9 @@ def test_the_dial_of_torch_compile(model, tmp_path):
 def test_wrong_options_are_named(field, value):
     with pytest.raises(InputError, match=field):
         tiered.MemoryOptions(**{field: value}).check()
+
+
+def test_sizes_have_names():
+    assert tiered.sized("full") == tiered.MemoryOptions().size
+    with pytest.raises(InputError, match="size"):
+        tiered.sized("huge")

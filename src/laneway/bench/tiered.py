@@ -19,7 +19,7 @@ from laneway.bench.rows import Report, Row
 from laneway.bench.stats import parts
 from laneway.bench.threads import using_threads
 from laneway.bench.tiered_limits import batch_rows, small, spike_rows
-from laneway.bench.tiered_models import MODELS, Size
+from laneway.bench.tiered_models import MODELS, SIZES, Size
 from laneway.bench.tiered_peers import PEERS
 from laneway.bench.tiered_steps import step_rows
 from laneway.bench.tiered_subject import STATES, Subject
@@ -88,13 +88,23 @@ class MemoryOptions:
         positive_int("seconds", int(self.seconds))
 
 
+def sized(name: str) -> Size:
+    """The network and batch of this name; raises InputError where there is none."""
+    return SIZES[choice("size", name, SIZES)]
+
+
 def quick(options: MemoryOptions) -> MemoryOptions:
-    """At most a minute on two cores: a smaller network, one model, one budget, nothing compiled."""
-    size = Size(layers=4, dim=128, heads=4, vocabulary=512, length=128, batch=8)
+    """At most a minute on two cores: a small network, one model and budget, nothing compiled; batches only if asked for alone."""
     first = {name: getattr(options, name)[:1] for name in ("models", "dtype", "budgets", "totals", "virtual")}
     equal = tuple(name for name in options.equal_peak if name != "compile")
-    few = {"peers": ("checkpoint",), "equal_peak": equal, "states": options.states[:2], "spikes": (2.0,)}
-    return replace(options, **first, **few, seconds=5.0, size=size)
+    tables = tuple(name for name in options.tables if name != "batches") or options.tables
+    few = {
+        "peers": ("checkpoint",),
+        "equal_peak": equal,
+        "states": options.states[:2],
+        "spikes": options.spikes[1:2] or options.spikes,
+    }
+    return replace(options, **first, **few, tables=tables, seconds=5.0, size=SIZES["quick"])
 
 
 def run(options: MemoryOptions, progress: Callable[[str], None] = lambda line: None) -> Report:

@@ -30,8 +30,7 @@ def spike_rows(subject: Subject, factors: Sequence[float], say: Callable[[str], 
     for factor in factors:
         longer = subject.batch(len(usual), int(factor * subject.size.length))
         row = _spiked(subject, usual, longer, limit)
-        about = {"model": subject.name, "dtype": subject.dtype, "beta": beta, "limit_share": LIMIT, "length_factor": factor}
-        found.append(about | row)
+        found.append(subject.about() | {"beta": beta, "limit_share": LIMIT, "length_factor": factor} | row)
         told = ", ".join(f"{key} {row[key]}" for key in ("plain_survived", "managed_survived", "exact", "replays", "splits"))
         say(f"  length × {factor:g}: demand {row['demand_over_limit']:.2f} of the limit, {told}")
     subject.tokens = usual

@@ -23,6 +23,14 @@ class Size:
     """Times the length: how long a sequence may be."""
 
 
+SIZES = {
+    "full": Size(),
+    "half": Size(layers=6, dim=256, heads=4, vocabulary=2048, length=192, batch=6),
+    "small": Size(layers=4, dim=192, heads=6, vocabulary=1024, length=128),
+    "quick": Size(layers=4, dim=128, heads=4, vocabulary=512, length=128),
+}
+
+
 class GPT2(nn.Module):
     """LayerNorm, GELU, learned positions (Radford et al. 2019)."""
 

@@ -54,8 +54,8 @@ def _virtual(subject: Subject, bandwidth: float, share: float, recompute: bool) 
     again = sum(plan.profile.blocks[number].seconds for number in plan.blocks)  # checkpointed blocks are not in the books
     spent = [report.account.stall + report.account.recompute + again for report in reports]
     tier.close()
-    return {
-        "model": subject.name, "dtype": subject.dtype, "bandwidth_mb_s": bandwidth, "beta": plan.beta, "budget_share": share,
+    return subject.about() | {
+        "bandwidth_mb_s": bandwidth, "beta": plan.beta, "budget_share": share,
         "variant": "mixed" if recompute else "move only", "exact": int(same),
         "peak_ratio": max(report.peak for report in reports) / subject.plain_peak, "feasible": int(plan.feasible),
         "predicted_overhead": plan.overhead, "overhead": quartiles(spent)[1] / plan.unmanaged.seconds,

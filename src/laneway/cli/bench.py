@@ -117,6 +117,7 @@ def _memory(
     virtual: tuple[float, ...] = (200.0,),
     spikes: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 5.5),
     folder: str = "",
+    size: str = "full",
     seconds: float = 120.0,
 ) -> _Job:
     """A training step under a budget of memory, against plain training, checkpointing and other ways to need less.
@@ -136,12 +137,14 @@ def _memory(
         virtual: bandwidths of simulated tiers, MB/s.
         spikes: steps of so many times the length under a hard limit, up to 6.
         folder: of the disk tier's file; by default that of temporary files.
+        size: of the network and batch: full, half, small, quick. bf16 wants small on a CPU without bf16 instructions.
         seconds: time budget of the rounds of a model and dtype.
     """
     from laneway.bench import tiered
 
-    given = {"equal_peak": equal_peak, "states": states, "totals": totals, "virtual": virtual, "spikes": spikes}
-    options = tiered.MemoryOptions(models, dtype, tables, budgets, peers, folder=folder, seconds=seconds, **given)
+    options = tiered.MemoryOptions(
+        models, dtype, tables, budgets, peers, equal_peak, states, totals, virtual, folder, seconds, spikes, tiered.sized(size)
+    )
     return _job(tiered, options, quick, json, save)
 
 

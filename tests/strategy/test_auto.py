@@ -166,7 +166,7 @@ def test_a_plan_round_trips_through_both_files(large: Strategy, tmp_path: Path) 
         ({"version": 99}, "plan.version"),
         ({"layout": {"tp": 3}}, "plan.layout"),
         ({"arch": {"layers": "many"}}, "plan.arch.hidden|plan.arch.layers"),
-        ({"memoryy": "host"}, "plan.memoryy"),
+        ({"recall": "host"}, "plan.recall"),
     ],
 )
 def test_a_damaged_plan_is_refused_by_field(large: Strategy, change: dict[str, object], field: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import tyro
 
 from laneway.bench import BENCHES
+from laneway.cli._bench_job import Job, job_of
 from laneway.cli._parse import parse
 from laneway.core import InputError, choice
 
@@ -41,20 +41,6 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class _Job:
-    work: Callable[[Callable[[str], None]], Any]
-    json: bool
-    save: str | None
-
-
-def _job(bench: Any, options: Any, quick: bool, json: bool, save: str | None) -> _Job:
-    """A benchmark's module with its options, checked, and made quick where that was asked for."""
-    options.check()
-    chosen = bench.quick(options) if quick else options
-    return _Job(lambda progress: bench.run(chosen, progress), json, save)
-
-
 def _bare_save(args: Sequence[str]) -> list[str]:
     """``--save`` alone means the checkout's benchmarks/results; tyro wants a value."""
     found = list(args)
@@ -74,7 +60,7 @@ def _layer(
     compile: bool = True,
     allocator: str = "default",
     seconds: float = 20.0,
-) -> _Job:
+) -> Job:
     """One hyper-connection site, forward and backward, against other libraries and the copy-bandwidth floor.
 
     Args:
@@ -92,7 +78,7 @@ def _layer(
 
     shapes = tuple(map(_shape, shape)) or layer.SHAPES
     options = layer.LayerOptions(shapes, dtype, threads, compile, allocator, seconds)
-    return _job(layer, options, quick, json, save)
+    return job_of(layer, options, quick, json, save)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -119,7 +105,7 @@ def _memory(
     folder: str = "",
     size: str = "full",
     seconds: float = 120.0,
-) -> _Job:
+) -> Job:
     """A training step under a budget of memory, against plain training, checkpointing and other ways to need less.
 
     Args:
@@ -145,7 +131,7 @@ def _memory(
     options = tiered.MemoryOptions(
         models, dtype, tables, budgets, peers, equal_peak, states, totals, virtual, folder, seconds, spikes, tiered.sized(size)
     )
-    return _job(tiered, options, quick, json, save)
+    return job_of(tiered, options, quick, json, save)
 
 
 def _quality(
@@ -157,7 +143,7 @@ def _quality(
     steps: int = 300,
     lr: float = 3e-3,
     threads: int = 0,
-) -> _Job:
+) -> Job:
     """The same training run with different residuals: validation loss, step time, memory, gain.
 
     Args:
@@ -173,7 +159,7 @@ def _quality(
     from laneway.bench import quality
 
     options = quality.QualityOptions(variants=_names(variants), seeds=seeds, steps=steps, lr=lr, threads=threads)
-    return _job(quality, options, quick, json, save)
+    return job_of(quality, options, quick, json, save)
 
 
 def _modalities(
@@ -185,7 +171,7 @@ def _modalities(
     seeds: int = 3,
     steps: int = 300,
     threads: int = 0,
-) -> _Job:
+) -> Job:
     """Images, and images with text, with and without hyper-connections: accuracy on held-out digits, step time.
 
     Args:
@@ -201,7 +187,7 @@ def _modalities(
     from laneway.bench import modalities as bench
 
     options = bench.ModalityOptions(_names(modalities), _names(variants), seeds, steps, threads)
-    return _job(bench, options, quick, json, save)
+    return job_of(bench, options, quick, json, save)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -217,7 +203,7 @@ def _precision(
     layers: int = 4,
     threads: int = 0,
     seconds: float = 60.0,
-) -> _Job:
+) -> Job:
     """A whole training step in fp32 and under bf16 autocast: how many times faster, and on which instructions.
 
     Args:
@@ -233,7 +219,7 @@ def _precision(
     from laneway.bench import precision
 
     options = precision.PrecisionOptions(_names(variants), dim=dim, layers=layers, threads=threads, seconds=seconds)
-    return _job(precision, options, quick, json, save)
+    return job_of(precision, options, quick, json, save)
 
 
 def _hf(
@@ -246,7 +232,7 @@ def _hf(
     layers: int = 2,
     time: int = 512,
     threads: int = 0,
-) -> _Job:
+) -> Job:
     """Training steps of transformers' hyper-connection models: as they are, accelerated, and with plain residuals.
 
     Args:
@@ -263,7 +249,7 @@ def _hf(
     from laneway.bench import hf
 
     options = hf.HFOptions(models=_names(models), dtypes=dtype, dim=dim, layers=layers, time=time, threads=threads)
-    return _job(hf, options, quick, json, save)
+    return job_of(hf, options, quick, json, save)
 
 
 def _convert(
@@ -277,7 +263,7 @@ def _convert(
     lr_maps: float = 1e-2,
     streams: int = 4,
     threads: int = 1,
-) -> _Job:
+) -> Job:
     """A small Llama of transformers, pretrained here, goes on training: plain, converted with its maps alone, converted whole.
 
     Args:
@@ -296,7 +282,7 @@ def _convert(
 
     given = {"seeds": seeds, "pretrain_steps": pretrain_steps, "steps": steps, "streams": streams, "threads": threads}
     options = convert.ConvertOptions(**given, lr=lr, lr_maps=lr_maps)
-    return _job(convert, options, quick, json, save)
+    return job_of(convert, options, quick, json, save)
 
 
 def _lora(
@@ -308,7 +294,7 @@ def _lora(
     seeds: int = 5,
     steps: int = 30,
     threads: int = 1,
-) -> _Job:
+) -> Job:
     """Fine-tunes with a mistake: whether the consistency check says so before the loss does, and its false alarms.
 
     Args:
@@ -325,7 +311,7 @@ def _lora(
 
     names = tuple(name.strip() for name in cases.split(",") if name.strip())
     options = lora.LoRAOptions(cases=names, held_out=held_out, seeds=seeds, steps=steps, threads=threads)
-    return _job(lora, options, quick, json, save)
+    return job_of(lora, options, quick, json, save)
 
 
 def _step(
@@ -341,7 +327,7 @@ def _step(
     threads: int = 0,
     allocator: str = "tuned",
     seconds: float = 100.0,
-) -> _Job:
+) -> Job:
     """A whole training step with hyper-connections over the same step with plain residuals.
 
     Args:
@@ -362,7 +348,7 @@ def _step(
 
     sizes = {"layers": layers, "dim": dim, "context": context, "batch_size": batch_size, "threads": threads}
     options = step.StepOptions(_names(variants), dtype, **sizes, allocator=allocator, seconds=seconds)
-    return _job(step, options, quick, json, save)
+    return job_of(step, options, quick, json, save)
 
 
 def _soak(
@@ -375,7 +361,7 @@ def _soak(
     steps: int = 30,
     checkpoint_every: int = 6,
     each: int = 1,
-) -> _Job:
+) -> Job:
     """Training of varying length under a memory limit with faults: interruptions and work lost, managed and unmanaged.
 
     Args:
@@ -394,7 +380,7 @@ def _soak(
 
     work = Workload(steps=steps, checkpoint_every=checkpoint_every)
     options = soak.SoakOptions(_names(faults), _names(variants), seeds=seeds, each=each, workload=work)
-    return _job(soak, options, quick, json, save)
+    return job_of(soak, options, quick, json, save)
 
 
 def _policies(
@@ -403,7 +389,7 @@ def _policies(
     save: str | None = None,
     traces: str = "",
     record: Annotated[bool, Flag] = False,
-) -> _Job:
+) -> Job:
     """Eviction policies on recorded training steps in a simulated device, and whether they reach their targets.
 
     Args:
@@ -415,7 +401,7 @@ def _policies(
     """
     from laneway.bench import policies
 
-    return _job(policies, policies.PolicyOptions(traces=traces, record=record), quick, json, save)
+    return job_of(policies, policies.PolicyOptions(traces=traces, record=record), quick, json, save)
 
 
 def _planner(
@@ -424,7 +410,7 @@ def _planner(
     save: str | None = None,
     rows: str = "",
     calibration: str = "",
-) -> _Job:
+) -> Job:
     """The cost model against published step times, and what it says of the claims; nothing is timed.
 
     Args:
@@ -436,7 +422,7 @@ def _planner(
     """
     from laneway.bench import planner
 
-    return _job(planner, planner.PlannerOptions(rows=rows, calibration=calibration), quick, json, save)
+    return job_of(planner, planner.PlannerOptions(rows=rows, calibration=calibration), quick, json, save)
 
 
 COMMANDS = {

@@ -96,13 +96,14 @@ class TrafficModel:
         return self._one("all_to_all", nbytes, Group(self.layout.ep, self.layout.tp), self.algorithm).times(2)
 
     def boundary(self) -> Traffic:
-        """One micro-batch's streams to the next pipeline rank: each tensor-parallel rank sends its part.
+        """One micro-batch's streams to the next pipeline rank, over the outermost level that any of these hops crosses: the
+        slowest sets the pace. Each tensor-parallel rank sends its part.
 
         Without sequence parallelism the parts are gathered again on arrival ("scatter/gather", Narayanan et al. 2021).
         """
         layout = self.layout
         nbytes = self._tokens * self.arch.streams * self.arch.hidden * self._element
-        message = self._one("p2p", nbytes / layout.tp, self._pair(layout.tp * layout.cp * layout.dp, layout.pp))
+        message = self._one("p2p", nbytes / layout.tp, Group(layout.pp, layout.tp * layout.cp * layout.dp))
         if layout.pp == 1 or layout.sequence_parallel:
             return message
         return message + self._one("all_gather", nbytes, Group(layout.tp))

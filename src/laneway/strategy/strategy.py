@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from laneway.strategy.levels import Collective
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from laneway.strategy.pipelined import PipelinedModel
+    from laneway.strategy.wrapped import WrappedModel
 
 VERSION = 1
 
@@ -75,16 +79,28 @@ class Strategy:
 
         return explained(self)
 
-    def wrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
-        """Apply the plan to a model: streams, tensor parallel, recompute, FSDP2 or DDP, mixed precision, memory manager.
+    def wrap_model(self, model: nn.Module, **options: Any) -> WrappedModel | PipelinedModel:
+        """Apply the plan to a model: streams, recompute, stages, tensor parallel, FSDP2 or DDP, precision, memory manager.
 
-        On one process it returns a model that trains. See ``laneway.strategy.wrap.wrap_model`` for the options.
+        On one process it returns a model that trains. A plain model gets the plan's residual streams, if it has more than one. Where
+        the plan keeps the optimizer's state on the host, that is for ``manage_memory`` to do, once there is an optimizer: a
+        warning says so.
+
+        Args:
+            model: a plain model of the plan's shape.
+            options: of ``laneway.strategy.wrap.wrap_model``: ``order``, ``device``, ``streams``, ``memory``, ``schedule``, …
 
         Raises:
-            InputError: the number of processes is not the plan's.
+            InputError: the plan can't be applied to this model.
+            LanewayError: the number of processes is not the plan's.
         """
         from laneway.strategy.wrap import wrap_model
 
+        if self.memory == "host":
+            call = "laneway.manage_memory(model, optimizer, optimizer_state='streamed')"
+            logging.getLogger("laneway").warning("the plan keeps the optimizer's state on the host: %s", call)
+        if self.arch.streams > 1:
+            options.setdefault("streams", self.arch.streams)
         return wrap_model(model, self.layout, topology=self.topology, **options)
 
     def scaled_to(self, world: int) -> Strategy:

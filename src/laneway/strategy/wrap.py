@@ -6,6 +6,7 @@ shards and replicas (FSDP2 or DDP) with mixed precision, memory manager. What ca
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from laneway.cluster.identity import gather_identities
 from laneway.cluster.layout import Layout
 from laneway.cluster.mesh import build_mesh, check_world
+from laneway.cluster.order import verify_order
 from laneway.cluster.topology import Topology
 from laneway.core import InputError
 from laneway.memory.collectives import InFlight
@@ -36,6 +39,8 @@ from laneway.strategy.tensor_parallel import apply_tensor_parallel
 from laneway.strategy.wrapped import WrappedModel
 
 __all__ = ["wrap_model"]
+
+_log = logging.getLogger("laneway")
 
 Memory = MemoryConfig | Callable[[nn.Module], AbstractContextManager[Any]]
 
@@ -71,8 +76,9 @@ def wrap_model(
         model: this package's GPT or any module; tp needs one that gives a plan, pp a GPT. It is changed in place. On the meta
             device it stays there: ``to_empty(device=…)`` gives each rank storage for its part, then load weights.
         layout: degrees and dials.
-        topology: its number of devices must be the layout's.
-        order: rank at each place of the grid (see ``build_mesh``).
+        topology: its number of devices must be the layout's. Ranks tell which machine they run on, and where that is not how the
+            topology has it, groups are made in an order that puts it right, with a warning.
+        order: rank at each place of the grid (see ``build_mesh``); None: their own, or what the topology asks for.
         device: of the ranks' tensors; None: the accelerator of LOCAL_RANK, else the CPU.
         streams: residual streams to put into a plain model (see ``convert``); None leaves it.
         manifold: of those streams' H_res.
@@ -92,7 +98,7 @@ def wrap_model(
         raise InputError("topology", f"{topology.world} devices", f"the layout's {layout.world}")
     check_world(layout)
     where = _device(device)
-    mesh = _mesh(layout, where, order)
+    mesh = _mesh(layout, where, order if order is not None else _order_of(topology))
     model = with_streams(model, streams, manifold)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model = model.to(where)
@@ -114,6 +120,18 @@ def _device(given: torch.device | str | None) -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _order_of(topology: Topology | None) -> Sequence[int] | None:
+    """Ranks as they must be placed for groups to lie as the plan means them; None where they do in their own order."""
+    if topology is None or not dist.is_initialized():
+        return None
+    placed = verify_order(gather_identities(), topology)
+    if placed.matches:
+        return None
+    if dist.get_rank() == 0:
+        _log.warning("ranks are not where the plan has them, so groups are made in another order: %s", "; ".join(placed.problems))
+    return placed.order
 
 
 def _mesh(layout: Layout, device: torch.device, order: Sequence[int] | None) -> DeviceMesh | None:

@@ -131,16 +131,20 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.head_dim = config.heads, config.dim // config.heads
         self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x_btc: Tensor, rotary: Tensor) -> Tensor:
         """[b, t, c] → [b, t, c]."""
-        b, t, c = x_btc.shape
-        q, k, v = self.qkv(x_btc).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        return self.out(self.attend(self.qkv(x_btc), rotary))
+
+    def attend(self, qkv_bte: Tensor, rotary: Tensor) -> Tensor:
+        """The part without weights, over as many heads as it is given: [b, t, 3·h·d] → [b, t, h·d]."""
+        b, t, _ = qkv_bte.shape
+        q, k, v = qkv_bte.view(b, t, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         y_bhtd = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v, is_causal=True)
-        return self.out(y_bhtd.transpose(1, 2).reshape(b, t, c))
+        return y_bhtd.transpose(1, 2).flatten(2)
 
 
 class SwiGLU(nn.Module):

@@ -1,0 +1,133 @@
+"""The ranks of a job as one ``DeviceMesh``: its groups are made once, in one order, on all ranks.
+
+The axes are those of ``Layout``, outermost first: pp, dp_replicate, dp_shard, cp, tp. All five are there, whatever their sizes, so
+that code which asks for an axis need not know whether it is in use. Place p of the row-major grid belongs to rank ``order[p]``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from laneway.cluster.layout import Layout
+from laneway.core import InputError, LanewayError
+
+__all__ = ["AXES", "axis_sizes", "build_mesh", "check_world", "group_of"]
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+_made: dict[tuple[Any, ...], tuple[weakref.ref[Any], DeviceMesh]] = {}
+
+
+def axis_sizes(layout: Layout) -> tuple[int, ...]:
+    """Degrees in the order of ``AXES``."""
+    return tuple(getattr(layout, axis) for axis in AXES)
+
+
+def check_world(layout: Layout) -> int:
+    """The number of processes, which must be what the layout needs; one where no process group was begun.
+
+    Raises:
+        LanewayError: another number, with what to do.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == layout.world:
+        return world
+    degrees = " × ".join(f"{axis} {size}" for axis, size in zip(AXES, axis_sizes(layout), strict=True) if size > 1) or "1"
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if not dist.is_initialized() and started == layout.world:
+        todo = "torchrun started them, but no process group was begun: call torch.distributed.init_process_group first"
+    else:
+        todo = f"start {layout.world} processes (torchrun --nproc-per-node …), or plan for {world}: strategy.scaled_to({world})"
+    raise LanewayError(f"the plan needs {layout.world} processes ({degrees}), but {world} run; {todo}")
+
+
+def build_mesh(layout: Layout, *, device_type: str = "cpu", order: Sequence[int] | None = None) -> DeviceMesh:
+    """The mesh of a layout; the same object when called again with the same arguments.
+
+    Args:
+        layout: its degrees must multiply to the world size.
+        device_type: of the tensors, "cpu" or "cuda".
+        order: the rank at each place of the grid, tp innermost; None: rank = place. Groups keep this order, so the rings of
+            collectives and the shards of tensors follow it.
+
+    Raises:
+        LanewayError: no process group, another world size, or ranks that ask for different meshes.
+        InputError: ``order`` is no permutation of the ranks.
+    """
+    if not dist.is_initialized():
+        raise LanewayError("a mesh needs a process group: call torch.distributed.init_process_group first")
+    check_world(layout)
+    ranks = _checked(order, layout.world)
+    world, sizes = dist.group.WORLD, axis_sizes(layout)
+    assert world is not None
+    key = (sizes, device_type, ranks)
+    if key in _made and _made[key][0]() is world:
+        return _made[key][1]
+    _agree(key, device_type)
+    grid = torch.tensor(ranks, dtype=torch.int).reshape(sizes)
+    mesh = DeviceMesh.from_group(
+        [_make_axis(grid, axis) for axis in range(len(AXES))], device_type, mesh=grid, mesh_dim_names=AXES
+    )
+    _made[key] = weakref.ref(world), mesh
+    return mesh
+
+
+def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """The process group of this rank along one axis."""
+    return mesh.get_group(axis)
+
+
+def _checked(order: Sequence[int] | None, world: int) -> tuple[int, ...]:
+    ranks = tuple(range(world)) if order is None else tuple(order)
+    if sorted(ranks) != list(range(world)):
+        raise InputError("order", list(ranks), f"a permutation of the ranks 0 to {world - 1}")
+    return ranks
+
+
+def _agree(key: tuple[Any, ...], device_type: str) -> None:
+    """All ranks want the same mesh, and count their groups from the same number on.
+
+    A group's name, by which its members find each other, is the number of groups that the process has made. Where user code made
+    a group on some ranks alone, the numbers differ and members would wait for each other for ever (pytorch#173608): all go on from
+    the largest.
+    """
+    digest = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:6], "big")
+    device = torch.device(device_type) if device_type == "cpu" else torch.accelerator.current_accelerator()
+    found = torch.tensor([distributed_c10d._world.group_count, digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    count, most, least = found.tolist()
+    if most != -least:
+        raise LanewayError("the ranks ask for different meshes: the layout, the device type or the order of ranks is not the same on all")
+    distributed_c10d._world.group_count = count
+
+
+def _make_axis(grid: torch.Tensor, axis: int) -> dist.ProcessGroup:
+    """The groups along one axis, all of them on every rank; returns this rank's."""
+    mine, here = None, dist.get_rank()
+    lines = grid.movedim(axis, -1).reshape(-1, grid.shape[axis])
+    for line in lines.tolist():
+        group = dist.new_group(line, sort_ranks=False, group_desc=f"laneway_{AXES[axis]}")
+        if here in line:
+            mine = group
+    assert mine is not None
+    return mine
+
+
+def group_sizes(layout: Layout) -> dict[str, int]:
+    """Ranks in this rank's group of each axis."""
+    return dict(zip(AXES, axis_sizes(layout), strict=True))
+
+
+def groups_in_all(layout: Layout) -> int:
+    """Groups that all ranks together have."""
+    return sum(math.prod(axis_sizes(layout)) // size for size in axis_sizes(layout))

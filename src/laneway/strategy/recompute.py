@@ -1,0 +1,58 @@
+"""What a block keeps for its backward pass, and what it computes again."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from laneway.cluster.layout import Layout
+from laneway.connections import block_length
+from laneway.core import InputError
+from laneway.memory.watch import find_blocks
+from laneway.models.gpt import GPT, Attention
+
+__all__ = ["apply_recompute"]
+
+
+def apply_recompute(model: nn.Module, layout: Layout) -> None:
+    """Apply ``layout.recompute``, in place.
+
+    ``full`` keeps the input of each block. ``selective`` computes the part of attention without weights again, and with n > 1
+    streams also makes the streams between sites again, all but those of every k-th site (arXiv 2512.24880, Eq. 20).
+
+    Raises:
+        InputError: ``selective`` for a model other than this package's GPT, or ``full`` for one without repeated blocks.
+    """
+    if isinstance(model, GPT):
+        model.chained = layout.recompute != "full"
+        model.recompute = 0
+    if layout.recompute == "selective":
+        _selective(model)
+    elif layout.recompute == "full":
+        _full(model)
+
+
+def _full(model: nn.Module) -> None:
+    blocks = find_blocks(model)
+    if isinstance(model, GPT):
+        blocks = [(f"blocks.{index}", block) for index, block in enumerate(model.blocks)]
+    if not blocks:
+        raise InputError("layout.recompute", "full", "none for a model without a list of blocks")
+    for name, block in blocks:
+        owner, _, leaf = name.rpartition(".")
+        parent: Any = model.get_submodule(owner)
+        setattr(parent, leaf, checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT))
+
+
+def _selective(model: nn.Module) -> None:
+    if not isinstance(model, GPT):
+        raise InputError("layout.recompute", "selective", f"none or full for {type(model).__name__}; selective needs laneway's GPT")
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = functools.partial(checkpoint, module.attend, use_reentrant=False)
+    if model.streams > 1:
+        model.recompute = block_length(model.config.sites, model.streams)

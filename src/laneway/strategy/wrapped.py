@@ -1,0 +1,217 @@
+"""What ``wrap_model`` gives back: what models and stages have in common, and the model that is not cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from laneway.cluster.layout import Layout
+from laneway.core import InputError, LanewayError
+from laneway.strategy.norms import clip, total_norm
+from laneway.strategy.whole import full_state, groups_of
+
+__all__ = ["LossFn", "Wrapped", "WrappedModel", "next_token_loss"]
+
+LossFn = Callable[[Any, Tensor], Tensor]
+
+
+def next_token_loss(output: Any, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, in fp32: logits [b, t, v] (or what has them as ``.logits``), targets [b, t]."""
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class Wrapped(nn.Module):
+    """Common to whole models and to stages: ``step``, ``clip_grad_norm_``, ``param_groups``, ``full_state_dict``.
+
+    Attributes:
+        layout: degrees of parallelism and dials.
+        mesh: the ranks by axis; None for one process without a process group.
+        device: where the weights are.
+    """
+
+    def __init__(self, layout: Layout, mesh: DeviceMesh | None, device: torch.device) -> None:
+        super().__init__()
+        self.layout, self.mesh, self.device = layout, mesh, device
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares that a batch is divided into."""
+        return self.layout.dp
+
+    @property
+    def data_rank(self) -> int:
+        """Which share is this rank's. Ranks of one tp or pp group have the same, and are given the same tokens."""
+        if self.mesh is None:
+            return 0
+        return self.mesh.get_local_rank("dp_replicate") * self.layout.dp_shard + self.mesh.get_local_rank("dp_shard")
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, most: float) -> Tensor:
+        """Scale the gradients down to a global norm of at most ``most``; returns the norm before, the same on every rank.
+
+        Call it after the last micro-batch of a step; ``float("inf")`` only measures.
+        """
+        counted = [p.grad for p in self._counted() if p.grad is not None]
+        norm = total_norm(counted, self.mesh, ("pp",) if self.layout.pp > 1 else ())
+        if most != float("inf"):
+            clip(self.parameters(), most, norm)
+        return norm
+
+    def param_groups(self, weight_decay: float = 0.1) -> list[dict[str, Any]]:
+        """Groups for an optimizer: matrices with decay, maps, norms, biases and embeddings without, none with tensors that are
+        split in different ways (torch's multi-tensor optimizers refuse those in one group).
+        """
+        return groups_of(self, weight_decay, self._undecayed())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All weights, whole and on the CPU, by the names of the model before it was wrapped. Every rank must call it."""
+        return full_state(self.state_dict(), self.mesh, self.layout)
+
+    def _counted(self) -> list[nn.Parameter]:
+        """Parameters whose gradients enter the norm on this rank."""
+        return list(self.parameters())
+
+    def _undecayed(self) -> set[int]:
+        """Identities of parameters without weight decay besides those that never have it."""
+        return set()
+
+    def _micro_batches(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        rows, each = len(inputs), self.layout.micro_batch
+        if rows != len(targets) or rows == 0 or rows % each:
+            raise InputError("batch", [rows, len(targets)], f"inputs and targets with the same multiple of micro_batch = {each} rows")
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        return list(zip(inputs.split(each), targets.split(each), strict=True))
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        """Mean over the data-parallel ranks."""
+        if self.mesh is not None:
+            for axis in ("dp_shard", "dp_replicate"):
+                if self.mesh[axis].size() > 1:
+                    dist.all_reduce(loss, group=self.mesh.get_group(axis))
+        return loss / self.data_ranks
+
+
+class WrappedModel(Wrapped):
+    """A model that trains by its layout. Call it as the model, or let ``step`` do the micro-batches.
+
+    Names of parameters and of ``state_dict`` are the model's own; ``module`` is the model, sharded in place.
+
+    Args:
+        model: with everything applied that changes it in place.
+        call: what a forward pass calls: the model, or DDP around it.
+        layout, mesh, device: see ``Wrapped``.
+        memory: made by a memory manager: a context within which forward and backward passes run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: nn.Module,
+        layout: Layout,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        memory: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        super().__init__(layout, mesh, device)
+        self.module, self.memory = model, memory
+        self._call = (call,)  # in a tuple: DDP's parameters are the model's
+        self._managing = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns.
+
+        Raises:
+            LanewayError: a training pass outside of the memory manager's context.
+        """
+        if self.memory is not None and not self._managing and torch.is_grad_enabled():
+            raise LanewayError("this model's memory is managed: train with model.step(…), or within `with model.managed():`")
+        with self._autocast():
+            return self._call[0](*args, **kwargs)
+
+    def step(self, inputs: Tensor, targets: Tensor, loss_fn: LossFn = next_token_loss) -> Tensor:
+        """Forward and backward of this data rank's share of a batch, in micro-batches of ``layout.micro_batch`` rows.
+
+        Gradients are then complete and averaged over all ranks, as those of one process on the whole batch.
+
+        Args:
+            inputs: [rows, …], what the model is called with.
+            targets: [rows, …].
+            loss_fn: mean loss of a micro-batch from the model's output and its targets.
+
+        Returns:
+            The loss, averaged over micro-batches and data ranks; the same on every rank.
+        """
+        parts = self._micro_batches(inputs, targets)
+        total = torch.zeros((), device=self.device)
+        with nullcontext() if self._managing else self.managed():
+            for index, (x, y) in enumerate(parts):
+                with self.accumulating(last=index == len(parts) - 1):
+                    loss = loss_fn(self(x), y) / len(parts)
+                    loss.backward()
+                total += loss.detach()
+        return self._mean(total)
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Generator[None]:
+        """Around forward and backward of one micro-batch: gradients are reduced over the ranks when the ``last`` one ends.
+
+        With zero 2 and 3, shards are reduced after each (their sums need no whole gradients), replicas after the last. With zero 1,
+        gathered parameters are also kept for the next micro-batch.
+        """
+        call = self._call[0]
+        if isinstance(call, DistributedDataParallel) and not last:
+            with call.no_sync():
+                yield
+            return
+        if isinstance(call, FSDPModule):
+            if self.layout.zero == 1:
+                call.set_requires_gradient_sync(last)
+                call.set_reshard_after_backward(last)
+            else:
+                call.set_requires_all_reduce(last)
+        yield
+
+    @contextmanager
+    def managed(self) -> Generator[None]:
+        """Around training passes, with the memory manager on (nothing without one)."""
+        if self._managing:
+            raise LanewayError("the memory manager is on already")
+        with self.memory or nullcontext():
+            self._managing = True
+            try:
+                yield
+            finally:
+                self._managing = False
+
+    def close(self) -> None:
+        """Give back what the memory manager holds."""
+        if hasattr(self.memory, "close"):
+            self.memory.close()
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """The model's, by its names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, by its names; split tensors stay split."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """bf16 sub-layers over fp32 parameters. FSDP2 casts by its own policy instead."""
+        if self.layout.precision == "fp32" or isinstance(self.module, FSDPModule):
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)

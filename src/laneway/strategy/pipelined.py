@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 
 from laneway.cluster.layout import Layout
 from laneway.core import InputError, LanewayError
@@ -148,12 +149,17 @@ class PipelinedModel(Wrapped):
         for stage in self._own():
             if not stage.tied:
                 continue
-            weight = stage.embedding.weight if stage.embedding is not None else stage.head.weight  # pyrefly: ignore[missing-attribute]
+            weight: Any = stage.embedding.weight if stage.embedding is not None else cast(Any, stage.head).weight
             if weight.grad is None:
                 continue  # frozen, on both
+            if isinstance(weight, DTensor):  # DTensor leaves a gradient split as its op made it
+                weight.grad = weight.grad.redistribute(placements=weight.placements)
             mine = local(weight.grad).contiguous()
             theirs, other = torch.empty_like(mine), self.layout.pp - 1 if stage.first else 0
-            swap = [dist.P2POp(op, tensor, group=group, group_peer=other) for op, tensor in ((dist.isend, mine), (dist.irecv, theirs))]
+            swap = [
+                dist.P2POp(op, tensor, group=group, group_peer=other)
+                for op, tensor in ((dist.isend, mine), (dist.irecv, theirs))
+            ]
             for work in dist.batch_isend_irecv(swap):
                 work.wait()
             local(weight.grad).add_(theirs)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from laneway.cluster.layout import Layout
 from laneway.connections import block_length
 from laneway.core import InputError
-from laneway.memory.watch import find_blocks
 from laneway.models.gpt import GPT, Attention
+from laneway.strategy.data_parallel import blocks_of
 
 __all__ = ["apply_recompute"]
 
@@ -37,15 +35,14 @@ def apply_recompute(model: nn.Module, layout: Layout) -> None:
 
 
 def _full(model: nn.Module) -> None:
-    blocks = find_blocks(model)
-    if isinstance(model, GPT):
-        blocks = [(f"blocks.{index}", block) for index, block in enumerate(model.blocks)]
+    blocks = blocks_of(model)
     if not blocks:
         raise InputError("layout.recompute", "full", "none for a model without a list of blocks")
-    for name, block in blocks:
-        owner, _, leaf = name.rpartition(".")
-        parent: Any = model.get_submodule(owner)
-        setattr(parent, leaf, checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT))
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # a block that runs twice would write its keys and values twice
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _selective(model: nn.Module) -> None:

@@ -51,8 +51,7 @@ class GPTStage(nn.Module):
         self.head = model.head if self.last else None
         self.tied = stages > 1 and (self.first or self.last) and model.head.weight is model.embedding.weight
         if self.tied and self.last:
-            weight = model.embedding.weight
-            self.head.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+            self.head = _copy_of_head(model)
         self.register_buffer("rotary", model.rotary, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,6 +89,13 @@ class GPTStage(nn.Module):
         streams = torch.empty(micro_batch, time // split, self.streams, self.config.dim, dtype=dtype, device="meta", requires_grad=True)
         logits = torch.empty(micro_batch, time, self.config.vocab_size, dtype=dtype, device="meta", requires_grad=True)
         return (tokens if self.first else streams), (logits if self.last else streams)
+
+
+def _copy_of_head(model: GPT) -> nn.Linear:
+    weight = model.head.weight
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    return head
 
 
 def _autocast(device: str, dtype: torch.dtype | None) -> Any:

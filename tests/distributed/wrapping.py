@@ -1,6 +1,7 @@
 """Run by torchrun on 2 or 4 ranks: every way of wrapping a model, one after the other, in one process group.
 
-torchrun --nproc-per-node N wrapping.py FOLDER; leaves what it found in FOLDER/rank*.json.
+torchrun --nproc-per-node N wrapping.py FOLDER; leaves what it found in FOLDER/rank*.json. With "more" after FOLDER: the ways that
+take longer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ WAYS: dict[int, dict[str, dict[str, Any]]] = {
         "ddp-memory": {"dp_replicate": 2},
         "fsdp": {"dp_shard": 2},
         "fsdp-zero1-recompute": {"dp_shard": 2, "zero": 1, "recompute": "full"},
-        "fsdp-zero2": {"dp_shard": 2, "zero": 2},
         "tp": {"tp": 2},
         "tp-sequence": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
         "pp": {"pp": 2},
@@ -44,10 +44,26 @@ WAYS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "hsdp": {"dp_replicate": 2, "dp_shard": 2, "micro_batch": 1},
-        "tp-fsdp": {"tp": 2, "dp_shard": 2},
-        "tp-replicas": {"tp": 2, "dp_replicate": 2, "sequence_parallel": True},
+        "tp-fsdp": {"tp": 2, "dp_shard": 2, "sequence_parallel": True},
         "pp-fsdp": {"pp": 2, "dp_shard": 2},
         "pp-tp": {"pp": 2, "tp": 2},
+    },
+}
+MORE: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "fsdp-zero2": {"dp_shard": 2, "zero": 2},
+        "tp-selective": {"tp": 2, "recompute": "selective"},
+        "tp-bf16": {"tp": 2, "precision": "bf16"},
+        "llama-tp": {"tp": 2},
+        "llama-tp-streams-recompute": {"tp": 2, "recompute": "full"},
+        "llama-fsdp-streams": {"dp_shard": 2},
+    },
+    4: {
+        "tp-replicas": {"tp": 2, "dp_replicate": 2, "sequence_parallel": True},
+        "tp-fsdp-bf16": {"tp": 2, "dp_shard": 2, "precision": "bf16"},
+        "pp-ddp": {"pp": 2, "dp_replicate": 2},
+        "pp-tp-sequence": {"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"},
+        "pp-fsdp-bf16": {"pp": 2, "dp_shard": 2, "precision": "bf16"},
     },
 }
 
@@ -61,6 +77,15 @@ def model(seed: int = 0, layers: int = CONFIG.layers, residual: str = "mhc") -> 
             if "site" in name or "readout" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return made
+
+
+def llama(seed: int = 0) -> Any:
+    """A transformers model whose head is the embedding, with grouped queries."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": CONFIG.dim, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(CONFIG.vocab_size, num_key_value_heads=2, tie_word_embeddings=True, **sizes))
 
 
 def tokens(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,10 +113,10 @@ def train(wrapped: Any) -> dict[str, Any]:
 def way(changes: dict[str, Any], name: str) -> dict[str, Any]:
     memory = MemoryConfig("1KiB", min_bytes=256) if name.endswith("memory") else None
     layout = Layout(**{"precision": "fp32", "micro_batch": 2, **changes})
-    wrapped = wrap_model(model(seed=dist.get_rank()), layout, memory=memory)  # rank 0's weights count
-    import time; t=time.process_time()
+    made = llama if name.startswith("llama") else model
+    streams = 3 if "streams" in name else None
+    wrapped = wrap_model(made(seed=dist.get_rank()), layout, memory=memory, streams=streams)  # rank 0's weights count
     found = train(wrapped)
-    print(name, time.process_time()-t, time.process_time(), flush=True)
     if memory is not None:
         found["moved"] = sum(report.account.bytes_out for report in wrapped.memory.passes)
         wrapped.close()
@@ -158,12 +183,19 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = dist.get_world_size()
+    if sys.argv[2:] == ["more"]:
+        leave({"ways": {name: way(each, name) for name, each in MORE[world].items()}})
+        return
     found: dict[str, Any] = {"meshes": meshes(), "ways": {name: way(each, name) for name, each in WAYS[world].items()}}
     plan = Layout(pp=world, precision="fp32", micro_batch=2)
     cases = [(plan, "1f1b", "mhc", 4), (plan, "gpipe", "residual", world)]
     if world == 2:
         cases += [(replace(plan, chunks=2), "1f1b", "mhc", 4), (replace(plan, recompute="full"), "gpipe", "hc", 2)]
     found["bits"] = [bits(*case) for case in cases]
+    leave(found)
+
+
+def leave(found: dict[str, Any]) -> None:
     (Path(sys.argv[1]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

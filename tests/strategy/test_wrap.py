@@ -191,7 +191,7 @@ def test_another_number_of_processes_is_one_clear_error(monkeypatch):
         "for 1: strategy.scaled_to(1)"
     )
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(LanewayError, match="no process group was begun: call torch.distributed.init_process_group first"):
+    with pytest.raises(LanewayError, match=r"no process group was begun: call torch.distributed.init_process_group first"):
         wrap_model(gpt(), Layout(tp=2, dp_shard=4))
 
 

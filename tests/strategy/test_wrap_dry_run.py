@@ -108,12 +108,13 @@ def test_grouped_attention_is_attention_with_repeated_heads():
 
 
 def test_what_can_not_be_tried_out_is_refused():
+    small = Architecture(1, 64, 8, 8, 96, 40)
     with pytest.raises(LanewayError, match=r"the plan needs 8 processes \(dp_shard 8\), but 4 run"):
-        dry_run(Layout(dp_shard=8), GPT3, 4)
+        dry_run(Layout(dp_shard=8), small, 4)
     assert not dist.is_initialized()
     with pytest.raises(InputError, match="rank: got 8; accepted: 0 to 7"):
-        dry_run(Layout(dp_shard=8), GPT3, rank=8)
-    with pytest.raises(InputError, match="arch.experts"):
+        dry_run(Layout(dp_shard=8), small, rank=8)
+    with pytest.raises(InputError, match=r"arch.experts"):
         dry_run(Layout(), Architecture(1, 8, 2, 2, 8, 11, experts=2, experts_per_token=1))
     with pytest.raises(InputError, match=r"layout.tp: got 3; accepted: a divisor of the model's heads = 8"):
-        dry_run(Layout(tp=3), Architecture(1, 64, 8, 8, 96, 40))
+        dry_run(Layout(tp=3), small)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from laneway.core import InputError
@@ -25,10 +25,10 @@ def test_stages_divide_the_layers(layers, stages):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@settings(max_examples=12, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from(["mhc", "hc", "residual", "kronecker"]), st.integers(1, 3), st.booleans())
-def test_staged_is_monolithic_bit_for_bit(seed, residual, stages, chained):
-    torch.manual_seed(seed)
+@pytest.mark.parametrize(
+    ("residual", "stages", "chained"), [("mhc", 3, True), ("mhc", 2, False), ("hc", 3, False), ("residual", 1, True)]
+)
+def test_staged_is_monolithic_bit_for_bit(residual, stages, chained):
     model = GPT(GPTConfig(vocab_size=11, context=6, layers=3, heads=2, dim=8, residual=residual))
     model.chained = chained
     for parameter in model.parameters():

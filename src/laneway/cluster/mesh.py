@@ -1,13 +1,12 @@
 """The ranks of a job as one ``DeviceMesh``: its groups are made once, in one order, on all ranks.
 
-The axes are those of ``Layout``, outermost first: pp, dp_replicate, dp_shard, cp, tp. All five are there, whatever their sizes, so
-that code which asks for an axis need not know whether it is in use. Place p of the row-major grid belongs to rank ``order[p]``.
+The axes are those of ``Layout``, outermost first: pp, dp_replicate, dp_shard, cp, tp. All five are there, whatever their sizes,
+so that code which asks for an axis need not know whether it is in use. Place p of the row-major grid belongs to ``order[p]``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import weakref
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from laneway.cluster.layout import Layout
 from laneway.core import InputError, LanewayError
 
-__all__ = ["AXES", "axis_sizes", "build_mesh", "check_world", "group_of"]
+__all__ = ["AXES", "axis_sizes", "build_mesh", "check_world"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -82,11 +81,6 @@ def build_mesh(layout: Layout, *, device_type: str = "cpu", order: Sequence[int]
     return mesh
 
 
-def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """The process group of this rank along one axis."""
-    return mesh.get_group(axis)
-
-
 def _checked(order: Sequence[int] | None, world: int) -> tuple[int, ...]:
     ranks = tuple(range(world)) if order is None else tuple(order)
     if sorted(ranks) != list(range(world)):
@@ -97,9 +91,9 @@ def _checked(order: Sequence[int] | None, world: int) -> tuple[int, ...]:
 def _agree(key: tuple[Any, ...], device_type: str) -> None:
     """All ranks want the same mesh, and count their groups from the same number on.
 
-    A group's name, by which its members find each other, is the number of groups that the process has made. Where user code made
-    a group on some ranks alone, the numbers differ and members would wait for each other for ever (pytorch#173608): all go on from
-    the largest.
+    A group's name, by which its members find each other, is the number of groups that the process has made. Where user code
+    made a group on some ranks alone, the numbers differ and members would wait for each other for ever (pytorch#173608): all go
+    on from the largest.
     """
     digest = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:6], "big")
     device = torch.device(device_type) if device_type == "cpu" else torch.accelerator.current_accelerator()
@@ -107,13 +101,14 @@ def _agree(key: tuple[Any, ...], device_type: str) -> None:
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     count, most, least = found.tolist()
     if most != -least:
-        raise LanewayError("the ranks ask for different meshes: the layout, the device type or the order of ranks is not the same on all")
+        raise LanewayError("the ranks ask for different meshes: layout, device type or order of ranks differ")
     distributed_c10d._world.group_count = count
 
 
 def _make_axis(grid: torch.Tensor, axis: int) -> dist.ProcessGroup:
     """The groups along one axis, all of them on every rank; returns this rank's."""
-    mine, here = None, dist.get_rank()
+    mine: Any = None
+    here = dist.get_rank()
     lines = grid.movedim(axis, -1).reshape(-1, grid.shape[axis])
     for line in lines.tolist():
         group = dist.new_group(line, sort_ranks=False, group_desc=f"laneway_{AXES[axis]}")
@@ -121,13 +116,3 @@ def _make_axis(grid: torch.Tensor, axis: int) -> dist.ProcessGroup:
             mine = group
     assert mine is not None
     return mine
-
-
-def group_sizes(layout: Layout) -> dict[str, int]:
-    """Ranks in this rank's group of each axis."""
-    return dict(zip(AXES, axis_sizes(layout), strict=True))
-
-
-def groups_in_all(layout: Layout) -> int:
-    """Groups that all ranks together have."""
-    return sum(math.prod(axis_sizes(layout)) // size for size in axis_sizes(layout))

@@ -54,7 +54,7 @@ def shard(model: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
 
 
 def replicate(model: nn.Module, layout: Layout, mesh: DeviceMesh, device: torch.device) -> DistributedDataParallel:
-    """DDP over dp_replicate; ``grad_bytes=2`` sends bf16, ``overlap_grads=False`` sends all gradients in one bucket at the end."""
+    """DDP over dp_replicate; ``grad_bytes=2`` sends bf16, ``overlap_grads=False`` one bucket after the backward pass."""
     options: dict[str, Any] = {}
     if not layout.overlap_grads:
         options["bucket_cap_mb"] = 1 + sum(p.numel() * p.element_size() for p in model.parameters()) // 2**20

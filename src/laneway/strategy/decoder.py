@@ -14,7 +14,7 @@ __all__ = ["decoder"]
 
 
 class GroupedAttention(Attention):
-    """Causal attention whose ``kv_heads`` heads of keys and values each serve several queries (Ainslie et al., arXiv 2305.13245)."""
+    """Causal attention whose ``kv_heads`` heads of keys and values each serve several queries (arXiv 2305.13245)."""
 
     def __init__(self, config: GPTConfig, kv_heads: int) -> None:
         super().__init__(config)

@@ -25,7 +25,7 @@ SCHEDULES = ("1f1b", "gpipe")
 class PipelinedModel(Wrapped):
     """The stages of a pipeline that lie on this rank; trains by ``step`` alone.
 
-    With ``layout.chunks`` above one, stage ``chunk · pp + rank`` is on pipeline rank ``rank``, and the schedule is interleaved 1F1B.
+    With ``layout.chunks`` > 1, stage ``chunk · pp + rank`` is on pipeline rank ``rank``, and the schedule is interleaved 1F1B.
 
     Args:
         stages: this rank's, with everything applied that changes them in place.
@@ -95,7 +95,7 @@ class PipelinedModel(Wrapped):
     def _own(self) -> list[GPTStage]:
         return cast(list[GPTStage], list(self.stages))
 
-    def _copies(self) -> list[nn.Parameter]:
+    def _copies(self) -> list[Tensor]:
         """The last stage's copy of a tied head."""
         return [stage.head.weight for stage in self._own() if stage.tied and stage.last and stage.head is not None]
 
@@ -112,9 +112,13 @@ class PipelinedModel(Wrapped):
         pp, chunks = self.layout.pp, self.layout.chunks
         if parts < pp:
             hint = f"{parts} micro-batches do not fill {pp} stages"
-            raise InputError("batch", parts * self.layout.micro_batch, f"at least pp × micro_batch = {pp * self.layout.micro_batch} rows", hint)
+            raise InputError(
+                "batch", parts * self.layout.micro_batch, f"at least pp × micro_batch = {pp * self.layout.micro_batch} rows", hint
+            )
         if chunks > 1 and parts % pp:
-            raise InputError("batch", parts * self.layout.micro_batch, f"with chunks, a multiple of {pp * self.layout.micro_batch} rows")
+            raise InputError(
+                "batch", parts * self.layout.micro_batch, f"with chunks, a multiple of {pp * self.layout.micro_batch} rows"
+            )
         if (parts, time) not in self._ready:
             made = [self._stage(stage, call, time) for stage, call in zip(self._own(), self._calls, strict=True)]
             kind: Any = ScheduleInterleaved1F1B if chunks > 1 else ScheduleGPipe if self.schedule == "gpipe" else Schedule1F1B
@@ -152,13 +156,12 @@ class PipelinedModel(Wrapped):
             weight: Any = stage.embedding.weight if stage.embedding is not None else cast(Any, stage.head).weight
             if weight.grad is None:
                 continue  # frozen, on both
-            if isinstance(weight, DTensor):  # DTensor leaves a gradient split as its op made it
+            if isinstance(weight.grad, DTensor):  # DTensor leaves a gradient split as its op made it
                 weight.grad = weight.grad.redistribute(placements=weight.placements)
             mine = local(weight.grad).contiguous()
             theirs, other = torch.empty_like(mine), self.layout.pp - 1 if stage.first else 0
             swap = [
-                dist.P2POp(op, tensor, group=group, group_peer=other)
-                for op, tensor in ((dist.isend, mine), (dist.irecv, theirs))
+                dist.P2POp(op, tensor, group=group, group_peer=other) for op, tensor in ((dist.isend, mine), (dist.irecv, theirs))
             ]
             for work in dist.batch_isend_irecv(swap):
                 work.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +39,7 @@ def _full(model: nn.Module) -> None:
     blocks = blocks_of(model)
     if not blocks:
         raise InputError("layout.recompute", "full", "none for a model without a list of blocks")
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # a block that runs twice would write its keys and values twice
     for block in blocks:
@@ -47,7 +48,7 @@ def _full(model: nn.Module) -> None:
 
 def _selective(model: nn.Module) -> None:
     if not isinstance(model, GPT):
-        raise InputError("layout.recompute", "selective", f"none or full for {type(model).__name__}; selective needs laneway's GPT")
+        raise InputError("layout.recompute", "selective", f"none or full for {type(model).__name__}")
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = functools.partial(checkpoint, module.attend, use_reentrant=False)

@@ -1,6 +1,6 @@
 """Tokens between the split sub-layers divided over the tp axis: each rank keeps the streams of its part of the sequence.
 
-What has whole weights and works on a part of the tokens (norms, sites, read-out) sees a part of its gradient. The parts are summed
+What has whole weights and works on a part of the tokens (norms, sites, read-out) sees a part of its gradient. Parts are summed
 where the weights are used, inside the graph, so gradients are whole however the backward pass is called.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from laneway.connections.parameters import WideParameters
+from laneway.core import InputError
 from laneway.models.gpt import RMSNorm
 
 __all__ = ["sum_gradients_of_parts"]
@@ -56,8 +57,24 @@ class _Use:
         self.own = {}
 
 
+class _Even:
+    """Refuses tokens [b, t] whose t does not divide by the ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].ndim == 2 and args[0].shape[1] % self.ranks:
+            raise InputError("tokens", list(args[0].shape), f"[b, t] with t a multiple of tp = {self.ranks} (sequence_parallel)")
+
+
 def sum_gradients_of_parts(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Put the hooks on all norms, sites and read-outs. Before FSDP2, whose hooks must be the outer ones."""
+    """Put the hooks on all norms, sites and read-outs. Before FSDP2, whose hooks must be the outer ones.
+
+    Raises:
+        InputError: (in a forward pass) the ranks do not divide the sequence.
+    """
+    model.register_forward_pre_hook(_Even(dist.get_world_size(group)))
     for module in model.modules():
         if isinstance(module, RMSNorm | WideParameters) and any(True for _ in module.parameters(recurse=False)):
             use = _Use(group)

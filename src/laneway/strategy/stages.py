@@ -47,7 +47,8 @@ class GPTStage(nn.Module):
         self.first, self.last = index == 0, index == stages - 1
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in layers_of_stage(len(model.blocks), stages, index)})
         self.embedding = model.embedding if self.first else None
-        self.readout, self.norm = (model.readout, model.norm) if self.last else (None, None)
+        self.readout: Any = model.readout if self.last else None
+        self.norm: Any = model.norm if self.last else None
         self.head = model.head if self.last else None
         self.tied = stages > 1 and (self.first or self.last) and model.head.weight is model.embedding.weight
         if self.tied and self.last:
@@ -86,7 +87,9 @@ class GPTStage(nn.Module):
         ``split``: ranks over which the sequence is divided between the sub-layers.
         """
         tokens = torch.empty(micro_batch, time, dtype=torch.int64, device="meta")
-        streams = torch.empty(micro_batch, time // split, self.streams, self.config.dim, dtype=dtype, device="meta", requires_grad=True)
+        streams = torch.empty(
+            micro_batch, time // split, self.streams, self.config.dim, dtype=dtype, device="meta", requires_grad=True
+        )
         logits = torch.empty(micro_batch, time, self.config.vocab_size, dtype=dtype, device="meta", requires_grad=True)
         return (tokens if self.first else streams), (logits if self.last else streams)
 

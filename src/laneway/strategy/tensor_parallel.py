@@ -55,7 +55,7 @@ def tensor_parallel_plan(model: nn.Module, sequence: bool = False) -> dict[str, 
     """
     if isinstance(model, GPT | GPTStage):
         return _gpt_plan(model, Shard(1) if sequence else Replicate())
-    given = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    given: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not given:
         accepted = "1, or a model that gives a plan: laneway's GPT, or a transformers model with a tp_plan"
         raise InputError("layout.tp", type(model).__name__, accepted)
@@ -84,9 +84,10 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool 
 
 def _fused(block: Block) -> list[tuple[Any, str, tuple[int, ...]]]:
     """Projections that lie side by side in one weight: the module that has them, their name there, the rows of each."""
-    attention, ffn = block.attention, block.ffn
+    attention: Any = block.attention
+    ffn: Any = block.ffn
     kv_rows = getattr(attention, "kv_heads", attention.heads) * attention.head_dim
-    found = [(attention, "qkv", (attention.heads * attention.head_dim, kv_rows, kv_rows))]
+    found: list[tuple[Any, str, tuple[int, ...]]] = [(attention, "qkv", (attention.heads * attention.head_dim, kv_rows, kv_rows))]
     if hasattr(ffn, "gate_up"):
         found.append((ffn, "gate_up", (ffn.out.in_features,) * 2))
     return [each for each in found if isinstance(getattr(each[0], each[1]), nn.Linear)]
@@ -126,7 +127,9 @@ def _transformers_plan(model: nn.Module, given: dict[str, str]) -> dict[str, Par
         if style is None or (tied is not None and module in tied):  # a head that shares the embedding stays whole with it
             continue
         if style not in TRANSFORMERS_STYLES:
-            raise InputError("layout.tp", f"{name}: {style}", "1, or a model whose plan has only " + ", ".join(TRANSFORMERS_STYLES))
+            raise InputError(
+                "layout.tp", f"{name}: {style}", "1, or a model whose plan has only " + ", ".join(TRANSFORMERS_STYLES)
+            )
         plan[name] = _style(style)
     return plan
 

@@ -92,7 +92,11 @@ def wrap_model(
         raise InputError("topology", f"{topology.world} devices", f"the layout's {layout.world}")
     check_world(layout)
     where = _device(model, device)
-    mesh = build_mesh(layout, device_type="cpu" if where.type == "meta" else where.type, order=order) if dist.is_initialized() else None
+    mesh = (
+        build_mesh(layout, device_type="cpu" if where.type == "meta" else where.type, order=order)
+        if dist.is_initialized()
+        else None
+    )
     model = with_streams(model, streams, manifold)
     if where.type != "meta":
         model = model.to(where)

@@ -88,7 +88,9 @@ class Wrapped(nn.Module):
     def _micro_batches(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         rows, each = len(inputs), self.layout.micro_batch
         if rows != len(targets) or rows == 0 or rows % each:
-            raise InputError("batch", [rows, len(targets)], f"inputs and targets with the same multiple of micro_batch = {each} rows")
+            raise InputError(
+                "batch", [rows, len(targets)], f"inputs and targets of as many rows, a multiple of micro_batch = {each}"
+            )
         inputs, targets = inputs.to(self.device), targets.to(self.device)
         return list(zip(inputs.split(each), targets.split(each), strict=True))
 
@@ -165,7 +167,7 @@ class WrappedModel(Wrapped):
     def accumulating(self, last: bool) -> Generator[None]:
         """Around forward and backward of one micro-batch: gradients are reduced over the ranks when the ``last`` one ends.
 
-        With zero 2 and 3, shards are reduced after each (their sums need no whole gradients), replicas after the last. With zero 1,
+        With zero 2 and 3, shards are reduced after each (so no whole gradients are kept), replicas after the last. With zero 1,
         gathered parameters are also kept for the next micro-batch.
         """
         call = self._call[0]

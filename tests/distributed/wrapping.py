@@ -38,9 +38,7 @@ WAYS: dict[int, dict[str, dict[str, Any]]] = {
         "tp": {"tp": 2},
         "tp-sequence": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
         "pp": {"pp": 2},
-        "ddp-bf16": {"dp_replicate": 2, "precision": "bf16", "grad_bytes": 2},
         "fsdp-bf16": {"dp_shard": 2, "precision": "bf16", "grad_bytes": 2},
-        "pp-bf16": {"pp": 2, "precision": "bf16"},
     },
     4: {
         "hsdp": {"dp_replicate": 2, "dp_shard": 2, "micro_batch": 1},
@@ -51,6 +49,8 @@ WAYS: dict[int, dict[str, dict[str, Any]]] = {
 }
 MORE: dict[int, dict[str, dict[str, Any]]] = {
     2: {
+        "ddp-bf16": {"dp_replicate": 2, "precision": "bf16", "grad_bytes": 2},
+        "pp-bf16": {"pp": 2, "precision": "bf16"},
         "fsdp-zero2": {"dp_shard": 2, "zero": 2},
         "tp-selective": {"tp": 2, "recompute": "selective"},
         "tp-bf16": {"tp": 2, "precision": "bf16"},
@@ -126,7 +126,7 @@ def way(changes: dict[str, Any], name: str) -> dict[str, Any]:
 def bits(layout: Layout, schedule: str, residual: str, parts: int) -> list[str]:
     """Gradients and losses of stages that are not those of the whole model, bit for bit, by name."""
     inputs, targets = tokens(parts * layout.micro_batch)
-    layers = layout.pp * layout.chunks + 1
+    layers = max(3, layout.pp * layout.chunks)
     whole, separate = model(layers=layers, residual=residual), model(layers=layers, residual=residual)
     separate.head.weight = torch.nn.Parameter(separate.embedding.weight.detach().clone())
     staged = wrap_model(copy.deepcopy(whole), layout, schedule=schedule)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 from laneway.cluster.layout import Layout
@@ -16,6 +15,9 @@ from laneway.core import InputError, LanewayError
 from laneway.strategy.norms import local
 from laneway.strategy.stages import GPTStage
 from laneway.strategy.wrapped import LossFn, Wrapped, next_token_loss
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 __all__ = ["SCHEDULES", "PipelinedModel"]
 
@@ -109,16 +111,13 @@ class PipelinedModel(Wrapped):
     # -- schedule
 
     def _schedule(self, parts: int, time: int) -> Any:
-        pp, chunks = self.layout.pp, self.layout.chunks
-        if parts < pp:
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B  # imports the compiler
+
+        pp, chunks, each = self.layout.pp, self.layout.chunks, self.layout.micro_batch
+        if parts < pp or (chunks > 1 and parts % pp):
+            rows = "a multiple of" if chunks > 1 else "at least"
             hint = f"{parts} micro-batches do not fill {pp} stages"
-            raise InputError(
-                "batch", parts * self.layout.micro_batch, f"at least pp × micro_batch = {pp * self.layout.micro_batch} rows", hint
-            )
-        if chunks > 1 and parts % pp:
-            raise InputError(
-                "batch", parts * self.layout.micro_batch, f"with chunks, a multiple of {pp * self.layout.micro_batch} rows"
-            )
+            raise InputError("batch", parts * each, f"{rows} pp × micro_batch = {pp * each} rows", hint)
         if (parts, time) not in self._ready:
             made = [self._stage(stage, call, time) for stage, call in zip(self._own(), self._calls, strict=True)]
             kind: Any = ScheduleInterleaved1F1B if chunks > 1 else ScheduleGPipe if self.schedule == "gpipe" else Schedule1F1B
@@ -127,6 +126,8 @@ class PipelinedModel(Wrapped):
         return self._ready[parts, time]
 
     def _stage(self, stage: GPTStage, call: nn.Module, time: int) -> PipelineStage:
+        from torch.distributed.pipelining import PipelineStage
+
         assert self.mesh is not None
         dtype = torch.bfloat16 if self.layout.precision == "bf16" else next(stage.parameters()).dtype
         split = self.layout.tp if self.layout.sequence_parallel else 1

@@ -32,7 +32,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
 
 @cache
 def one(made: Any, streams: int | None) -> dict[str, Any]:
-    return train(wrap_model(made(), Layout(precision="fp32", micro_batch=2), streams=streams))
+    return train(wrap_model(made(), Layout(precision="fp32", micro_batch=2), device="cpu", streams=streams))
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)

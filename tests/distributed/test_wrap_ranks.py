@@ -36,7 +36,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
 
 @cache
 def one() -> dict[str, Any]:
-    return train(wrap_model(model(), Layout(precision="fp32", micro_batch=2)))
+    return train(wrap_model(model(), Layout(precision="fp32", micro_batch=2), device="cpu"))
 
 
 def bound_of(name: str) -> float:

@@ -84,8 +84,14 @@ def llama(seed: int = 0) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": CONFIG.dim, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(CONFIG.vocab_size, num_key_value_heads=2, tie_word_embeddings=True, **sizes))
+    sizes = {
+        "vocab_size": CONFIG.vocab_size,
+        "hidden_size": CONFIG.dim,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, tie_word_embeddings=True, **sizes))
 
 
 def tokens(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +121,9 @@ def way(changes: dict[str, Any], name: str) -> dict[str, Any]:
     layout = Layout(**{"precision": "fp32", "micro_batch": 2, **changes})
     made = llama if name.startswith("llama") else model
     streams = 3 if "streams" in name else None
-    wrapped = wrap_model(made(seed=dist.get_rank()), layout, memory=memory, streams=streams)  # rank 0's weights count
+    wrapped = wrap_model(
+        made(seed=dist.get_rank()), layout, device="cpu", memory=memory, streams=streams
+    )  # rank 0's weights count
     found = train(wrapped)
     if memory is not None:
         found["moved"] = sum(report.account.bytes_out for report in wrapped.memory.passes)
@@ -129,7 +137,7 @@ def bits(layout: Layout, schedule: str, residual: str, parts: int) -> list[str]:
     layers = max(3, layout.pp * layout.chunks)
     whole, separate = model(layers=layers, residual=residual), model(layers=layers, residual=residual)
     separate.head.weight = torch.nn.Parameter(separate.embedding.weight.detach().clone())
-    staged = wrap_model(copy.deepcopy(whole), layout, schedule=schedule)
+    staged = wrap_model(copy.deepcopy(whole), layout, device="cpu", schedule=schedule)
     loss = staged.step(inputs, targets)
     total = torch.zeros(())
     for each in (whole, separate):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from laneway.strategy.wrapped import next_token_loss
 
 CONFIG = GPTConfig(vocab_size=23, context=8, layers=2, heads=2, dim=8)
 PLAIN = Layout(precision="fp32", micro_batch=2)
+wrap = partial(wrap_model, device="cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,7 +47,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("residual", ["mhc", "residual"])
 def test_step_has_the_gradients_of_a_plain_loop(recompute, residual):
     plain, (inputs, targets) = gpt(residual=residual), batch()
-    wrapped = wrap_model(copy.deepcopy(plain), replace(PLAIN, recompute=recompute))
+    wrapped = wrap(copy.deepcopy(plain), replace(PLAIN, recompute=recompute))
     plain.chained = recompute != "full"
     for x, y in zip(inputs.split(2), targets.split(2), strict=True):
         (next_token_loss(plain(x), y) / 2).backward()
@@ -61,7 +63,7 @@ def test_what_is_recomputed_is_not_kept():
     """Bytes that autograd saves, by choice of recompute."""
     held = {}
     for recompute in ("none", "selective", "full"):
-        wrapped, sizes = wrap_model(gpt(), replace(PLAIN, recompute=recompute)), {}
+        wrapped, sizes = wrap(gpt(), replace(PLAIN, recompute=recompute)), {}
 
         def pack(tensor, sizes=sizes):
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -75,7 +77,7 @@ def test_what_is_recomputed_is_not_kept():
 
 
 def test_it_trains_as_any_module_and_clips():
-    wrapped, (inputs, targets) = wrap_model(gpt(), PLAIN), batch()
+    wrapped, (inputs, targets) = wrap(gpt(), PLAIN), batch()
     optimizer = torch.optim.AdamW(wrapped.param_groups(0.1), lr=1e-2)
     losses = []
     for _ in range(8):
@@ -92,7 +94,7 @@ def test_it_trains_as_any_module_and_clips():
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32():
-    wrapped, seen = wrap_model(gpt(), replace(PLAIN, precision="bf16")), []
+    wrapped, seen = wrap(gpt(), replace(PLAIN, precision="bf16")), []
     wrapped.module.blocks[0].ffn.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     wrapped.step(*batch())
     assert set(seen) == {torch.bfloat16}
@@ -102,14 +104,14 @@ def test_bf16_computes_in_bf16_and_keeps_fp32():
 def test_streams_are_put_into_a_plain_model():
     plain, (inputs, targets) = gpt(residual="residual"), batch()
     want = plain(inputs)
-    wrapped = wrap_model(plain, PLAIN, streams=4)
+    wrapped = wrap(plain, PLAIN, streams=4)
     torch.testing.assert_close(wrapped(inputs), want, rtol=0, atol=1e-5)
     wrapped.step(inputs, targets)
     assert all(grad is not None and grad.isfinite().all() for grad in gradients(wrapped).values())
     assert sum(".site_" in name and name.endswith(".fn") for name, _ in wrapped.named_parameters()) == 4
     with pytest.raises(InputError, match="streams: got 3; accepted: None, or the 4"):
-        wrap_model(gpt(), PLAIN, streams=3)
-    assert wrap_model(model := gpt(), PLAIN, streams=4).module is model
+        wrap(gpt(), PLAIN, streams=3)
+    assert wrap(model := gpt(), PLAIN, streams=4).module is model
 
 
 @pytest.mark.parametrize("made_by", ["configuration", "callable"])
@@ -117,8 +119,8 @@ def test_managed_memory_changes_no_bit(made_by):
     plain, (inputs, targets) = gpt(), batch()
     config = MemoryConfig("1KiB", min_bytes=256)
     memory = config if made_by == "configuration" else lambda model: manage_memory(model, config=config)
-    managed = wrap_model(copy.deepcopy(plain), PLAIN, memory=memory)
-    wrapped = wrap_model(plain, PLAIN)
+    managed = wrap(copy.deepcopy(plain), PLAIN, memory=memory)
+    wrapped = wrap(plain, PLAIN)
     for _ in range(2):
         assert managed.step(inputs, targets) == wrapped.step(inputs, targets)
     for name, want in gradients(wrapped).items():
@@ -149,7 +151,7 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_can_not_be_applied_is_refused_by_name(changes, message):
     with pytest.raises(InputError) as error:
-        wrap_model(gpt(), replace(PLAIN, **changes))
+        wrap(gpt(), replace(PLAIN, **changes))
     assert str(error.value).startswith(message)
 
 
@@ -170,37 +172,37 @@ class Other(nn.Module):
 )
 def test_models_of_another_make_are_refused_by_name(changes, message):
     with pytest.raises(InputError) as error:
-        wrap_model(Other(), replace(PLAIN, **changes))
+        wrap(Other(), replace(PLAIN, **changes))
     assert str(error.value).startswith(message)
 
 
 def test_memory_with_split_models_and_wrapped_models_are_refused():
     with pytest.raises(InputError, match=r"memory: got .*None with layout.tp > 1"):
-        wrap_model(gpt(), replace(PLAIN, tp=2), memory=MemoryConfig("1GiB"))
+        wrap(gpt(), replace(PLAIN, tp=2), memory=MemoryConfig("1GiB"))
     with pytest.raises(InputError, match=r"memory.optimizer_state: got 'streamed'"):
-        wrap_model(gpt(), PLAIN, memory=MemoryConfig("1GiB", optimizer_state="streamed"))
+        wrap(gpt(), PLAIN, memory=MemoryConfig("1GiB", optimizer_state="streamed"))
     with pytest.raises(InputError, match="model: got 'DistributedDataParallel'"):
-        wrap_model(DistributedDataParallel.__new__(DistributedDataParallel), PLAIN)
+        wrap(DistributedDataParallel.__new__(DistributedDataParallel), PLAIN)
 
 
 def test_another_number_of_processes_is_one_clear_error(monkeypatch):
     with pytest.raises(LanewayError) as error:
-        wrap_model(gpt(), Layout(tp=2, dp_shard=4))
+        wrap(gpt(), Layout(tp=2, dp_shard=4))
     assert str(error.value) == (
         "the plan needs 8 processes (dp_shard 4 × tp 2), but 1 run; start 8 processes (torchrun --nproc-per-node …), or plan "
         "for 1: strategy.scaled_to(1)"
     )
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(LanewayError, match=r"no process group was begun: call torch.distributed.init_process_group first"):
-        wrap_model(gpt(), Layout(tp=2, dp_shard=4))
+        wrap(gpt(), Layout(tp=2, dp_shard=4))
 
 
 def test_a_topology_of_another_size_is_refused():
     device = Device("CPU", {"fp32": 1e12, "bf16": 1e12}, 1e10, 1e10, 100.0, "made up")
     with pytest.raises(InputError, match="topology: got '8 devices'; accepted: the layout's 1"):
-        wrap_model(gpt(), PLAIN, topology=Topology(device, (Level("L1", 8, 1e-6, 1e9),)))
+        wrap(gpt(), PLAIN, topology=Topology(device, (Level("L1", 8, 1e-6, 1e9),)))
 
 
 def test_rows_that_micro_batches_do_not_divide_are_refused():
     with pytest.raises(InputError, match="batch: got"):
-        wrap_model(gpt(), PLAIN).step(*batch(3))
+        wrap(gpt(), PLAIN).step(*batch(3))

@@ -92,11 +92,7 @@ def wrap_model(
         raise InputError("topology", f"{topology.world} devices", f"the layout's {layout.world}")
     check_world(layout)
     where = _device(model, device)
-    mesh = (
-        build_mesh(layout, device_type="cpu" if where.type == "meta" else where.type, order=order)
-        if dist.is_initialized()
-        else None
-    )
+    mesh = _mesh(layout, where, order)
     model = with_streams(model, streams, manifold)
     if where.type != "meta":
         model = model.to(where)
@@ -120,6 +116,14 @@ def _device(model: nn.Module, given: torch.device | str | None) -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _mesh(layout: Layout, device: torch.device, order: Sequence[int] | None) -> DeviceMesh | None:
+    if not dist.is_initialized():
+        return None
+    if device.type not in ("cpu", "meta") and device.index is not None:
+        torch.accelerator.set_device_index(device.index)  # FSDP2 and collectives work on the current device
+    return build_mesh(layout, device_type="cpu" if device.type == "meta" else device.type, order=order)
 
 
 @torch.no_grad()

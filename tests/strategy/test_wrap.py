@@ -135,6 +135,27 @@ def test_managed_memory_changes_no_bit(made_by):
     managed.close()
 
 
+def test_a_model_without_storage_gets_it_and_its_weights_later():
+    plain, tokens = gpt(), batch()[0]
+    with torch.device("meta"):
+        wrapped = wrap(gpt(), PLAIN)
+    assert all(parameter.is_meta for parameter in wrapped.parameters())
+    wrapped.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    assert torch.equal(wrapped(tokens), plain(tokens))
+
+
+def test_storage_for_buffers_that_nothing_fills_is_refused():
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("angles", torch.ones(3), persistent=False)
+
+    with torch.device("meta"):
+        wrapped = wrap(nn.Sequential(nn.Linear(3, 3), Table()), PLAIN)
+    with pytest.raises(LanewayError, match=r"to_empty would leave module.1.angles without values"):
+        wrapped.to_empty(device="cpu")
+
+
 REFUSED = [
     ({"cp": 2}, "layout.cp: got 2; accepted: 1"),
     ({"ep": 2}, "layout.ep: got 2; accepted: 1: GPT has no experts"),

@@ -24,7 +24,9 @@ __all__ = ["AXES", "axis_sizes", "build_mesh", "check_world"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
-_made: dict[tuple[Any, ...], tuple[weakref.ref[Any], DeviceMesh]] = {}
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], DeviceMesh]] = (
+    weakref.WeakKeyDictionary()
+)  # by the group of all ranks
 
 
 def axis_sizes(layout: Layout) -> tuple[int, ...]:
@@ -69,15 +71,15 @@ def build_mesh(layout: Layout, *, device_type: str = "cpu", order: Sequence[int]
     ranks = _checked(order, layout.world)
     world, sizes = dist.group.WORLD, axis_sizes(layout)
     assert world is not None
-    key = (sizes, device_type, ranks)
-    if key in _made and _made[key][0]() is world:
-        return _made[key][1]
+    made, key = _made.setdefault(world, {}), (sizes, device_type, ranks)
+    if key in made:
+        return made[key]
     _agree(key, device_type)
     grid = torch.tensor(ranks, dtype=torch.int).reshape(sizes)
     mesh = DeviceMesh.from_group(
         [_make_axis(grid, axis) for axis in range(len(AXES))], device_type, mesh=grid, mesh_dim_names=AXES
     )
-    _made[key] = weakref.ref(world), mesh
+    made[key] = mesh
     return mesh
 
 

@@ -59,7 +59,7 @@ def dry_run(layout: Layout, arch: Architecture, world: int | None = None, *, ran
     with _fake_ranks(rank, world):
         _forget_peak()
         start = time.perf_counter()
-        model = wrap_model(decoder(arch), layout)
+        model = wrap_model(decoder(arch), layout, device="cpu")
         seconds = time.perf_counter() - start
         held = [local(parameter) for parameter in model.parameters()]
         return DryRun(

@@ -69,11 +69,11 @@ def wrap_model(
 
     Args:
         model: this package's GPT or any module; tp needs one that gives a plan, pp a GPT. It is changed in place. On the meta
-            device it stays there: give it storage and weights afterwards.
+            device it stays there: ``to_empty(device=…)`` gives each rank storage for its part, then load weights.
         layout: degrees and dials.
         topology: its number of devices must be the layout's.
         order: rank at each place of the grid (see ``build_mesh``).
-        device: where the weights go; None: the accelerator of LOCAL_RANK, else the CPU.
+        device: of the ranks' tensors; None: the accelerator of LOCAL_RANK, else the CPU.
         streams: residual streams to put into a plain model (see ``convert``); None leaves it.
         manifold: of those streams' H_res.
         memory: a configuration for ``manage_memory``, or what makes the context that passes run within.
@@ -91,10 +91,10 @@ def wrap_model(
     if topology is not None and topology.world != layout.world:
         raise InputError("topology", f"{topology.world} devices", f"the layout's {layout.world}")
     check_world(layout)
-    where = _device(model, device)
+    where = _device(device)
     mesh = _mesh(layout, where, order)
     model = with_streams(model, streams, manifold)
-    if where.type != "meta":
+    if not any(parameter.is_meta for parameter in model.parameters()):
         model = model.to(where)
         if mesh is not None and equal_weights and layout.world > 1:
             _send_weights(model)
@@ -107,9 +107,7 @@ def wrap_model(
     return WrappedModel(model, call, layout, mesh, where, _memory(model, call, memory))
 
 
-def _device(model: nn.Module, given: torch.device | str | None) -> torch.device:
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return torch.device("meta")
+def _device(given: torch.device | str | None) -> torch.device:
     if given is not None:
         return torch.device(given)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -121,9 +119,9 @@ def _device(model: nn.Module, given: torch.device | str | None) -> torch.device:
 def _mesh(layout: Layout, device: torch.device, order: Sequence[int] | None) -> DeviceMesh | None:
     if not dist.is_initialized():
         return None
-    if device.type not in ("cpu", "meta") and device.index is not None:
+    if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)  # FSDP2 and collectives work on the current device
-    return build_mesh(layout, device_type="cpu" if device.type == "meta" else device.type, order=order)
+    return build_mesh(layout, device_type=device.type, order=order)
 
 
 @torch.no_grad()

@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laneway.cluster.layout import Layout
 from laneway.core import InputError, LanewayError
+from laneway.models.gpt import GPT, rotary_table
 from laneway.strategy.norms import clip, total_norm
+from laneway.strategy.stages import GPTStage
 from laneway.strategy.whole import full_state, groups_of
 
 __all__ = ["LossFn", "Wrapped", "WrappedModel", "next_token_loss"]
@@ -76,6 +78,27 @@ class Wrapped(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """All weights, whole and on the CPU, by the names of the model before it was wrapped. Every rank must call it."""
         return full_state(self.state_dict(), self.mesh, self.layout)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Storage for a model from the meta device; its weights are then to be loaded. The GPT's rotary table is made again.
+
+        Raises:
+            LanewayError: a buffer that is in no state dict, so that nothing would fill it.
+        """
+        lost = {
+            f"{name}.{buffer}"
+            for name, module in self.named_modules()
+            if not isinstance(module, GPT | GPTStage)
+            for buffer in module._non_persistent_buffers_set
+        }
+        if lost:
+            raise LanewayError(f"to_empty would leave {', '.join(sorted(lost))} without values: no state dict has them")
+        super().to_empty(device=device, recurse=recurse)
+        for module in self.modules():
+            if isinstance(module, GPT | GPTStage):
+                config = module.config
+                module.rotary = rotary_table(config.context, config.dim // config.heads, config.rope_base, device)
+        return self
 
     def _counted(self) -> list[nn.Parameter]:
         """Parameters whose gradients enter the norm on this rank."""

@@ -21,8 +21,8 @@ from laneway.cluster.mesh import build_mesh
 from laneway.core import LanewayError
 from laneway.memory.config import MemoryConfig
 from laneway.models.gpt import GPT, GPTConfig
+from laneway.strategy.base import next_token_loss
 from laneway.strategy.wrap import wrap_model
-from laneway.strategy.wrapped import next_token_loss
 
 CONFIG = GPTConfig(vocab_size=48, context=8, layers=2, heads=4, dim=16, streams=4)
 ROWS = 8

@@ -17,8 +17,8 @@ from laneway.core import InputError, LanewayError
 from laneway.memory.config import MemoryConfig
 from laneway.memory.manage import manage_memory
 from laneway.models.gpt import GPT, GPTConfig
+from laneway.strategy.base import next_token_loss
 from laneway.strategy.wrap import wrap_model
-from laneway.strategy.wrapped import next_token_loss
 
 CONFIG = GPTConfig(vocab_size=23, context=8, layers=2, heads=2, dim=8)
 PLAIN = Layout(precision="fp32", micro_batch=2)

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from laneway.cluster.layout import Layout
 from laneway.core import InputError, LanewayError
+from laneway.strategy.base import LossFn, Wrapped, next_token_loss
 from laneway.strategy.norms import local
 from laneway.strategy.stages import GPTStage
-from laneway.strategy.wrapped import LossFn, Wrapped, next_token_loss
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

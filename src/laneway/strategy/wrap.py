@@ -6,6 +6,7 @@ shards and replicas (FSDP2 or DDP) with mixed precision, memory manager. What ca
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from laneway.cluster.identity import gather_identities
 from laneway.cluster.layout import Layout
 from laneway.cluster.mesh import build_mesh, check_world
+from laneway.cluster.order import verify_order
 from laneway.cluster.topology import Topology
 from laneway.core import InputError
 from laneway.memory.collectives import InFlight
@@ -71,8 +74,9 @@ def wrap_model(
         model: this package's GPT or any module; tp needs one that gives a plan, pp a GPT. It is changed in place. On the meta
             device it stays there: ``to_empty(device=…)`` gives each rank storage for its part, then load weights.
         layout: degrees and dials.
-        topology: its number of devices must be the layout's.
-        order: rank at each place of the grid (see ``build_mesh``).
+        topology: of as many devices as the layout has. Where the ranks run is compared with it, and put right by the order of
+            ranks; a difference is logged once.
+        order: rank at each place of the grid (see ``build_mesh``); None: as the topology says, or rank = place without one.
         device: of the ranks' tensors; None: the accelerator of LOCAL_RANK, else the CPU.
         streams: residual streams to put into a plain model (see ``convert``); None leaves it.
         manifold: of those streams' H_res.
@@ -85,6 +89,7 @@ def wrap_model(
 
     Raises:
         InputError: something of the layout can't be applied to this model, or not together.
+        InputError: machines on which the topology fits in no order.
         LanewayError: another number of processes than the layout needs.
     """
     check_combination(model, layout, memory, schedule, SCHEDULES)
@@ -92,7 +97,7 @@ def wrap_model(
         raise InputError("topology", f"{topology.world} devices", f"the layout's {layout.world}")
     check_world(layout)
     where = _device(device)
-    mesh = _mesh(layout, where, order)
+    mesh = _mesh(layout, where, _order(topology) if order is None else order)
     model = with_streams(model, streams, manifold)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model = model.to(where)
@@ -114,6 +119,16 @@ def _device(given: torch.device | str | None) -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _order(topology: Topology | None) -> Sequence[int] | None:
+    """The order in which ranks sit as the topology says, by the machines that they run on."""
+    if topology is None or not dist.is_initialized() or topology.world == 1:
+        return None
+    placement = verify_order(gather_identities(), topology)
+    if not placement.matches and dist.get_rank() == 0:
+        logging.getLogger(__name__).warning("ranks are put in the topology's order: %s", "; ".join(placement.problems))
+    return placement.order
 
 
 def _mesh(layout: Layout, device: torch.device, order: Sequence[int] | None) -> DeviceMesh | None:

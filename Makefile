@@ -39,6 +39,7 @@ docs: $(VENV)/.dev-ready
 figures: $(VENV)/.dev-ready
 	$(BIN)/python docs/hooks/picture.py
 	$(BIN)/python docs/hooks/readme.py
+	$(BIN)/python docs/hooks/levels_picture.py
 
 bench: $(VENV)/.dev-ready
 	$(BIN)/laneway bench layer --quick

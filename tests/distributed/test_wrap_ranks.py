@@ -90,6 +90,7 @@ def test_the_mesh_is_made_once_in_the_given_order_whatever_groups_there_were(ran
         assert seen["ring"] == list(reversed(range(world)))
         assert seen["place"] == world - 1 - rank
         assert seen["flattened"] == [world, world]
+        assert seen["machine"] == list(range(rank % 2, world, 2))  # tp within a machine, though ranks went round them
 
 
 @pytest.mark.parametrize("world", WAYS)
@@ -98,6 +99,7 @@ def test_what_does_not_fit_the_ranks_is_said_on_all_of_them(ranks, world):
         seen = found["meshes"]
         assert seen["world"].startswith(f"the plan needs {3 * world} processes (dp_shard {world} × tp 3), but {world} run; start")
         assert seen["order"].startswith("order: got")
+        assert seen["elsewhere"]
         assert seen["different"].startswith("the ranks ask for different meshes")
 
 

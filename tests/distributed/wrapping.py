@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from laneway.cluster.layout import Layout
 from laneway.cluster.mesh import build_mesh
+from laneway.cluster.topology import Topology
 from laneway.core import LanewayError
 from laneway.memory.config import MemoryConfig
 from laneway.models.gpt import GPT, GPTConfig
@@ -175,12 +177,19 @@ def meshes() -> dict[str, Any]:
     turned = build_mesh(layout, order=order)
     gathered = [torch.zeros(1) for _ in range(world)]
     dist.all_gather(gathered, torch.tensor([float(rank)]), group=turned.get_group("dp_shard"))
+    os.environ["NCCL_HOSTID"] = str(rank % 2)  # as if ranks went round two machines
+    machines = Topology.parse(f"{world // 2}xCPU_2nodes")
+    placed = wrap_model(model(), replace(layout, dp_shard=2, tp=world // 2, precision="fp32"), topology=machines, device="cpu")
+    elsewhere = said(lambda: wrap_model(model(), layout, topology=Topology.parse(f"{world}xCPU"), device="cpu"))
+    del os.environ["NCCL_HOSTID"]
     flattened = [turned["dp_replicate", "dp_shard"]._flatten("replicas_and_shards").size() for _ in range(2)]
     return {
         "again": build_mesh(layout) is mesh and build_mesh(layout, order=order) is turned and turned is not mesh,
         "ring": [int(each) for each in gathered],
         "place": turned.get_local_rank("dp_shard"),
         "flattened": flattened,
+        "machine": dist.get_process_group_ranks(placed.mesh.get_group("tp")),
+        "elsewhere": elsewhere,
         "world": said(lambda: build_mesh(Layout(dp_shard=world, tp=3))),
         "order": said(lambda: build_mesh(layout, order=[0] * world)),
         "different": said(lambda: build_mesh(Layout(pp=world) if rank else Layout(tp=world))),

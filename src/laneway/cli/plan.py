@@ -139,7 +139,7 @@ def dry(plan: Strategy) -> tuple[dict[str, Any], str]:
     from laneway.strategy.dry_run import dry_run
 
     print(f"wrapping on {plan.world} pretended ranks …", file=sys.stderr)
-    done = dry_run(plan.layout, plan.arch)
+    done = dry_run(plan.layout, plan.arch, topology=plan.topology, seq_len=plan.seq_len)
     held = f"{done.parameters_on_rank:,} parameters ({done.bytes_on_rank / 1e9:.3g} GB) on a rank"
     took = f"{done.seconds:.1f} s and {done.peak_bytes / 1e9:.3g} GB here"
     return dataclasses.asdict(done), f"dry run on {plan.world} ranks: {held}; it took {took}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from laneway.cluster.architecture import Architecture
 from laneway.cluster.layout import Layout
 from laneway.cluster.mesh import AXES, axis_sizes
+from laneway.cluster.topology import Topology
 from laneway.core import InputError, LanewayError
 from laneway.strategy.decoder import decoder
 from laneway.strategy.norms import local
@@ -44,22 +45,39 @@ class DryRun:
     layers_on_rank: int
 
 
-def dry_run(layout: Layout, arch: Architecture, world: int | None = None, *, rank: int = 0) -> DryRun:
-    """Lay ``arch`` over ``world`` fake ranks, as ``wrap_model`` would, seen from ``rank``.
+def dry_run(
+    layout: Layout,
+    arch: Architecture,
+    world: int | None = None,
+    *,
+    topology: Topology | None = None,
+    seq_len: int = 2048,
+    rank: int = 0,
+) -> DryRun:
+    """Lay ``arch`` over fake ranks, as ``wrap_model`` would, seen from ``rank``.
 
     The model has no storage, so 175 billion parameters cost this machine what their module objects cost.
+
+    Args:
+        layout: degrees and dials.
+        arch: the model.
+        world: number of ranks; None: the topology's, or what the layout needs.
+        topology: of as many devices.
+        seq_len: longest sequence in tokens.
+        rank: whose part is built.
 
     Raises:
         InputError: a rank outside of the world, or what ``wrap_model`` refuses.
         LanewayError: the layout needs another number of ranks; this process has a process group already.
     """
-    world = layout.world if world is None else world
+    if world is None:
+        world = layout.world if topology is None else topology.world
     if not 0 <= rank < world:
         raise InputError("rank", rank, f"0 to {world - 1}")
     with _fake_ranks(rank, world):
         _forget_peak()
         start = time.perf_counter()
-        model = wrap_model(decoder(arch), layout, device="cpu")
+        model = wrap_model(decoder(arch, context=seq_len), layout, topology=topology, order=range(world), device="cpu")
         seconds = time.perf_counter() - start
         held = [local(parameter) for parameter in model.parameters()]
         return DryRun(

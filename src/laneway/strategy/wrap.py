@@ -40,8 +40,6 @@ from laneway.strategy.wrapped import WrappedModel
 
 __all__ = ["wrap_model"]
 
-_log = logging.getLogger("laneway")
-
 Memory = MemoryConfig | Callable[[nn.Module], AbstractContextManager[Any]]
 
 
@@ -76,9 +74,9 @@ def wrap_model(
         model: this package's GPT or any module; tp needs one that gives a plan, pp a GPT. It is changed in place. On the meta
             device it stays there: ``to_empty(device=…)`` gives each rank storage for its part, then load weights.
         layout: degrees and dials.
-        topology: its number of devices must be the layout's. Ranks tell which machine they run on, and where that is not how the
-            topology has it, groups are made in an order that puts it right, with a warning.
-        order: rank at each place of the grid (see ``build_mesh``); None: their own, or what the topology asks for.
+        topology: of as many devices as the layout has. Where the ranks run is compared with it, and put right by the order of
+            ranks; a difference is logged once.
+        order: rank at each place of the grid (see ``build_mesh``); None: as the topology says, or rank = place without one.
         device: of the ranks' tensors; None: the accelerator of LOCAL_RANK, else the CPU.
         streams: residual streams to put into a plain model (see ``convert``); None leaves it.
         manifold: of those streams' H_res.
@@ -91,6 +89,7 @@ def wrap_model(
 
     Raises:
         InputError: something of the layout can't be applied to this model, or not together.
+        InputError: machines on which the topology fits in no order.
         LanewayError: another number of processes than the layout needs.
     """
     check_combination(model, layout, memory, schedule, SCHEDULES)
@@ -98,7 +97,7 @@ def wrap_model(
         raise InputError("topology", f"{topology.world} devices", f"the layout's {layout.world}")
     check_world(layout)
     where = _device(device)
-    mesh = _mesh(layout, where, order if order is not None else _order_of(topology))
+    mesh = _mesh(layout, where, _order(topology) if order is None else order)
     model = with_streams(model, streams, manifold)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model = model.to(where)
@@ -122,16 +121,14 @@ def _device(given: torch.device | str | None) -> torch.device:
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _order_of(topology: Topology | None) -> Sequence[int] | None:
-    """Ranks as they must be placed for groups to lie as the plan means them; None where they do in their own order."""
-    if topology is None or not dist.is_initialized():
+def _order(topology: Topology | None) -> Sequence[int] | None:
+    """The order in which ranks sit as the topology says, by the machines that they run on."""
+    if topology is None or not dist.is_initialized() or topology.world == 1:
         return None
-    placed = verify_order(gather_identities(), topology)
-    if placed.matches:
-        return None
-    if dist.get_rank() == 0:
-        _log.warning("ranks are not where the plan has them, so groups are made in another order: %s", "; ".join(placed.problems))
-    return placed.order
+    placement = verify_order(gather_identities(), topology)
+    if not placement.matches and dist.get_rank() == 0:
+        logging.getLogger(__name__).warning("ranks are put in the topology's order: %s", "; ".join(placement.problems))
+    return placement.order
 
 
 def _mesh(layout: Layout, device: torch.device, order: Sequence[int] | None) -> DeviceMesh | None:

@@ -80,7 +80,7 @@ class Strategy:
         return explained(self)
 
     def wrap_model(self, model: nn.Module, **options: Any) -> WrappedModel | PipelinedModel:
-        """Apply the plan to a model: streams, recompute, stages, tensor parallel, FSDP2 or DDP, memory manager.
+        """Apply the plan to a model, as ``laneway.strategy.wrap.wrap_model`` does with a layout.
 
         On one process it returns a model that trains. A plain model gets the plan's residual streams, if it has more than one. Where
         the plan keeps the optimizer's state on the host, that is for ``manage_memory`` to do, once there is an optimizer: a

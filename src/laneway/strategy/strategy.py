@@ -82,9 +82,9 @@ class Strategy:
     def wrap_model(self, model: nn.Module, **options: Any) -> WrappedModel | PipelinedModel:
         """Apply the plan to a model, as ``laneway.strategy.wrap.wrap_model`` does with a layout.
 
-        On one process it returns a model that trains. A plain model gets the plan's residual streams, if there are several. Where
-        the plan keeps the optimizer's state on the host, that is for ``manage_memory`` to do once there is an optimizer; a warning
-        says so.
+        On one process it returns a model that trains. A plain model gets the plan's residual streams, if there are several.
+        Where the plan keeps the optimizer's state on the host, that is for ``manage_memory`` to do once there is an
+        optimizer; a warning says so.
 
         Args:
             model: a plain model of the plan's shape.

@@ -41,7 +41,12 @@ def smaller(args: list[str], text: Path) -> list[str]:
     """A training command with few steps of a small model; what the command sets itself stays. Resumes stay as they are."""
     if args[0] != "train" or "--resume" in args:
         return args
-    extra = {name: value for name, value in SMALLER.items() if f"--{name}" not in args}
+    planned = "--plan" in args  # what a plan was made for is not to be changed
+    extra = {
+        name: value
+        for name, value in SMALLER.items()
+        if f"--{name}" not in args and not (planned and (name.startswith("model.") or name == "batch-size"))
+    }
     return [*args, *(word for name, value in extra.items() for word in (f"--{name}", value)), "--data.path", str(text)]
 
 
@@ -101,7 +106,7 @@ def test_python_of_a_page_runs(page, desk):
 
 def test_commands_are_found():
     assert "laneway train --config two.toml --out runs/two" in commands(ROOT / "docs" / "quickstart.md")
-    assert commands(ROOT / "README.md") == ["make train", "make test"]
+    assert commands(ROOT / "README.md")[:2] == ["make train", "make test"]
     assert len(SHELL_PAGES) >= 2
     assert len(CODE_PAGES) >= 4
 
@@ -123,7 +128,7 @@ def test_make_does_all_set_up(target, tmp_path):
     lines = done.stdout.splitlines()
     order = [next(i for i, line in enumerate(lines) if part in line) for part in ("-m venv", "torch==", "-e .")]
     assert order == sorted(order)
-    assert lines[-1].strip().endswith("laneway train" if target == "train" else "-m pytest")
+    assert ("laneway train" if target == "train" else "-m pytest") in lines[-1]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -121,13 +122,16 @@ def scaled(plan: Strategy, world: int) -> Strategy:
     if world % inner:
         raise InputError("world", world, f"a multiple of tp × cp × pp = {inner}")
     data = world // inner
-    if plan.global_batch % (data * before.micro_batch):
-        accepted = f"devices whose {inner} share leaves data-parallel ranks that divide {plan.global_batch // before.micro_batch}"
+    share, left = divmod(plan.global_batch, data)
+    if left or not share:
+        accepted = f"{inner} (tp × cp × pp) times a number that divides global_batch = {plan.global_batch}"
         raise InputError("world", world, accepted, "or plan again with another global_batch")
     shard = before.dp_shard if data % before.dp_shard == 0 else data
     if (shard * before.cp) % before.ep:
         raise InputError("world", world, f"devices that leave a multiple of ep = {before.ep} ranks to shard over")
-    layout = replace(before, dp_shard=shard, dp_replicate=data // shard)
+    micro_batch = math.gcd(share, before.micro_batch)
+    chunks = before.chunks if share // micro_batch % before.pp == 0 else 1  # an interleaved schedule goes by whole rounds
+    layout = replace(before, dp_shard=shard, dp_replicate=data // shard, micro_batch=micro_batch, chunks=chunks)
     job = Job(plan.arch, topology, plan.global_batch, plan.seq_len, layout.precision)
     return build(job, _candidate(job, layout, plan.memory), plan.model_size, plan.arch_source, [], [])
 

@@ -11,6 +11,8 @@ from laneway.strategy.space import Job
 # Tokens of a batch by parameters: Brown et al., arXiv 2005.14165, table 2.1.
 TOKENS = ((1.25e8, 0.5e6), (7.6e8, 0.5e6), (1.3e9, 1e6), (2.7e9, 1e6), (6.7e9, 2e6), (1.3e10, 2e6), (1.75e11, 3.2e6))
 
+NEAR = 0.15  # how far from the usual a batch may be
+
 
 def usual_tokens(parameters: float) -> float:
     """Tokens of a step, interpolated in the logarithms of size and tokens; held at both ends."""
@@ -24,8 +26,14 @@ def usual_tokens(parameters: float) -> float:
 
 
 def usual_batch(job: Job, parameters: float) -> int:
-    """Sequences near the usual number of tokens, in a multiple that some data-parallel size divides: as round as it can be."""
+    """Sequences near the usual number of tokens that some data-parallel size divides.
+
+    Of those near by, the one with the most factors of two, so that a plan can be scaled.
+    """
     wanted = max(1, round(usual_tokens(parameters) / job.seq_len))
     sizes = data_ranks(job) or [1]
     unit = max((size for size in sizes if size <= wanted), default=min(sizes))
-    return max(unit, unit * round(wanted / unit))
+    near = [size for size in range(unit, int(wanted * (1 + NEAR)) + 1, unit) if size >= wanted * (1 - NEAR)]
+    if not near:
+        return max(unit, unit * round(wanted / unit))
+    return max(near, key=lambda size: (size & -size, -abs(size - wanted)))

@@ -104,7 +104,8 @@ class Strategy:
         return wrap_model(model, self.layout, topology=self.topology, **options)
 
     def scaled_to(self, world: int) -> Strategy:
-        """The same plan on another number of devices: more or fewer data-parallel ranks, the same batch.
+        """The same plan on another number of devices: more or fewer data-parallel ranks, the same batch (and, where that
+        asks for it, smaller micro-batches).
 
         Raises:
             InputError: the devices or the batch don't divide, or the plan no longer fits.

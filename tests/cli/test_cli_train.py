@@ -232,7 +232,7 @@ def test_steps_0_is_a_run_of_no_steps(here, capsys):
     ("kibibytes", "flags", "words"),
     [
         (40, [], "failed: the file would be larger"),
-        (8, ["--steps", "500", "--checkpoint-every", "0"], "the run stopped: the file would be larger"),
+        (8, ["--steps", "500", "--checkpoint-every", "0"], "saving step 500 failed: the file would be larger"),
     ],
     ids=["checkpoint", "metrics"],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from laneway import Extension
 from laneway.checkpoint import capture
 from laneway.checkpoint.tree import Encoder
 from laneway.connections import HyperConnection, reference
@@ -22,7 +22,7 @@ from laneway.connections.lora import adapters, add_lora, load_lora_state_dict, l
 from laneway.connections.lora_layers import LoRALinear
 from laneway.connections.measures import Limits
 from laneway.connections.picture import Camera
-from laneway.core import InputError, LanewayError
+from laneway.core import Extension, InputError, LanewayError
 from laneway.models.gpt import GPT, GPTConfig
 
 TARGETS = ("attention.qkv", "ffn.out", "site_ffn.fn")
@@ -459,12 +459,15 @@ def test_stop_raises_with_layer_measure_value_and_what_is_accepted():
 def test_warn_warns_once_a_layer_and_measure():
     model, check = watched(policy="warn")
     model.blocks[0].attention.out.weight.data.mul_(2.0)
-    with pytest.warns(ConsistencyWarning, match=r"blocks\.0\.attention\.out: base"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         check.check(1)
+    assert any(re.search(r"blocks\.0\.attention\.out: base", str(one.message)) for one in said)
+    assert all(one.category is ConsistencyWarning for one in said)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check.check(2)
-    assert len(check.findings) == 1
+    assert len({(f.layer, f.measure) for f in check.findings}) == len(check.findings) == len(said)
 
 
 def test_record_says_nothing_and_keeps_the_first_step():
@@ -472,7 +475,8 @@ def test_record_says_nothing_and_keeps_the_first_step():
     model.blocks[0].attention.out.weight.data.mul_(2.0)
     check.check(1)
     check.check(2)
-    assert [f.step for f in check.findings] == [1]
+    assert {f.step for f in check.findings} == {1}
+    assert [f.measure for f in check.findings].count("base") == 1
 
 
 def test_it_is_an_extension_that_checks_when_due():

@@ -111,7 +111,7 @@ def test_training_is_bit_for_bit_the_same(tmp_path: Path, allocator: CountingAll
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("fields", PARTS)
+@pytest.mark.parametrize("fields", [fields for fields in PARTS if "tier" not in fields])  # host memory is the device's here
 def test_the_peak_of_the_passes_falls(tmp_path: Path, allocator: CountingAllocator, fields: dict) -> None:
     peaks = []
     for given in ({}, fields):

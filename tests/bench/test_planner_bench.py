@@ -35,7 +35,15 @@ def test_targets_on_the_published_rows(scores: dict[str, dict[str, float]]) -> N
         assert found["regret"] <= planner.REGRET
     assert scores["3.6B"]["spearman"] >= planner.SPEARMAN
     # Missed: half of the rows with two or four tensor-parallel ranks took longer than their neighbours, without a rule.
-    assert scores["39.1B"]["spearman"] > 0.83
+    assert scores["39.1B"]["spearman"] > 0.85
+
+
+def test_ranks_that_fill_a_node_fit_closely() -> None:
+    """Eight tensor-parallel ranks: the layouts of the largest models, and the empirical terms do not touch them."""
+    rows = [row for row in read(MULTI) if row.tp == 8 and row.size == "39.1B"]
+    _, found = evaluate(rows, "multi")
+    assert found["39.1B"]["mape"] < 0.03
+    assert found["39.1B"]["spearman"] > 0.95
 
 
 def test_most_rows_lie_in_their_interval() -> None:

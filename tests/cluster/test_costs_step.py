@@ -149,6 +149,33 @@ def test_tensor_parallelism_over_nodes_is_dear() -> None:
     assert across.breakdown["tensor"] > 2 * inside.breakdown["tensor"]
 
 
+@given(crowding=st.floats(0.0, 3.0), tp=st.sampled_from([1, 2, 4, 8, 16]))
+@settings(max_examples=20, deadline=None)
+def test_tensor_groups_in_one_node_crowd_each_other(crowding: float, tp: int) -> None:
+    """Each doubling of the groups in a node adds `crowding` to their messages; one that fills a node, or is alone, pays none."""
+    layout = Layout(tp=tp, dp_shard=64 // tp)
+    alone, beside = (step(layout, calibration=Calibration(crowding=c, tensor_overlap=False)) for c in (0.0, crowding))
+    doublings = {1: 3, 2: 2, 4: 1, 8: 0, 16: 0}[tp]
+    assert beside.breakdown["tensor"] == pytest.approx(alone.breakdown["tensor"] * (1 + doublings * crowding))
+    single = Layout(tp=tp, micro_batch=2)
+    quiet = step(single, calibration=Calibration(crowding=0.0))
+    assert step(single, calibration=Calibration(crowding=crowding)).seconds == quiet.seconds
+
+
+@given(tp=st.sampled_from([2, 4, 8, 16]), micro_batch=st.sampled_from([1, 2, 4]), slowdown=st.floats(0.0, 1.0))
+@settings(max_examples=20, deadline=None)
+def test_tensor_messages_hide_behind_gradients_of_weights(tp: int, micro_batch: int, slowdown: float) -> None:
+    layout = Layout(tp=tp, dp_shard=64 // tp, micro_batch=micro_batch)
+    late = step(layout, calibration=Calibration(tensor_overlap=False))
+    beside = step(layout, calibration=Calibration(overlap_slowdown=slowdown))
+    saved = late.breakdown["tensor"] - beside.breakdown["tensor"]
+    assert saved == pytest.approx((1 - slowdown) * beside.hidden["tensor"], abs=1e-9)
+    # At most the backward half of the messages, and at most what those products take: under a third of all compute.
+    assert 0 < beside.hidden["tensor"] <= late.breakdown["tensor"] / 2 + 1e-9
+    assert beside.hidden["tensor"] < late.breakdown["compute"] / 3
+    assert late.hidden.get("tensor", 0.0) == 0.0
+
+
 def test_pipelines_in_one_node_interfere() -> None:
     quiet = Calibration(interference=0.0)
     narrow = replace(LAYOUT, tp=2, dp_shard=16)

@@ -16,7 +16,9 @@ GRID: dict[str, tuple[float, ...]] = {
     "memory_fraction": (0.65, 0.73, 0.81, 0.89),
     "dispatch_s": (30e-6, 45e-6, 60e-6),
 }
-"""Constants that every part of the rows can tell something about. `interference` needs deep pipelines: it is tried on and off."""
+"""Constants that every part of the rows can tell something about."""
+EMPIRICAL = ("crowding", "interference")
+"""Terms that need several nodes or deep pipelines to show: tried on and off, together."""
 EVERY = 12
 """Single-node rows looked at: one in so many."""
 
@@ -29,8 +31,7 @@ def transfer(multi: Sequence[Measured], single: Sequence[Measured], progress: Ca
     for name, fitted in parts.items():
         best = min(candidates(), key=lambda calibration: _error(fitted, calibration))
         progress(f"fitted on {name}: {', '.join(f'{key} {getattr(best, key):g}' for key in GRID)}")
-        for interference in (best.interference, 0.0):
-            tried = replace(best, interference=interference)
+        for tried in (best, replace(best, **dict.fromkeys(EMPIRICAL, 0.0))):
             rows += _tests(name, parts, tried)
     return [*rows, *_tests("the defaults", parts, MEGATRON_ERA)]
 
@@ -48,8 +49,7 @@ def _tests(name: str, parts: dict[str, list[Measured]], calibration: Calibration
             "fitted_on": name,
             "tested_on": part,
             "rows": len(rows),
-            **{key: getattr(calibration, key) for key in GRID},
-            "interference": calibration.interference,
+            **{key: getattr(calibration, key) for key in (*GRID, *EMPIRICAL)},
             "mape": mape(measured, ours),
             "spearman": spearman(measured, ours),
             "assumption": "grid of three constants, mean error; the others as they are by default",

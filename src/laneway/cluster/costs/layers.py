@@ -46,10 +46,13 @@ def beside_host(device: float, dispatch: float, waits: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """One layer on one device: its whole, and attention's inner part that selective recomputation runs again."""
+    """One layer on one device: its whole, attention's inner part that selective recomputation runs again, and of the whole the
+    seconds of the products that give gradients of weights split by columns, beside which their inputs' gradients can be summed.
+    """
 
     whole: Part
     inner: Part
+    column_gradients: float
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,16 @@ def layer_work(arch: Architecture, share: Share, machine: Machine, calibration: 
     whole = inner + _projections(arch, share, machine, calibration) + _feed_forward(arch, share, machine, calibration)
     if arch.streams > 1:
         whole = whole + _connections(arch, share, machine, calibration)
-    return Work(whole, inner)
+    return Work(whole, inner, _column_gradients(arch, share, machine))
+
+
+def _column_gradients(arch: Architecture, share: Share, machine: Machine) -> float:
+    """Gradients of the weights of query, key and value, and of the feed-forward layer's inputs (experts: none)."""
+    kv = max(1, arch.kv_heads * head_size(arch) // share.tp)
+    widths = [arch.hidden // share.tp + 2 * kv]
+    if not arch.experts:
+        widths.append((2 if arch.gated else 1) * max(1, arch.ffn // share.tp))
+    return sum(matmul_seconds(arch.hidden, width, share.tokens, machine) for width in widths)
 
 
 def _inner_attention(arch: Architecture, share: Share, machine: Machine, calibration: Calibration) -> Part:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log2
 
 from laneway.cluster.architecture import Architecture
 from laneway.cluster.costs.calibration import Calibration
@@ -130,7 +129,10 @@ def _layer_pass(arch: Architecture, layout: Layout, share: Share, machine: Machi
     ring = context.seconds * (3 if layout.recompute != "full" else 4)
     beside = calibration.overlap_fraction * (work.inner.forward + work.inner.backward)
     hidden = min(ring, beside)
-    exposed = {"tensor": passes * tensor.seconds, "expert": passes * expert.seconds, "context": ring - hidden}
+    # Backward, gradients of inputs are summed while the products run that give gradients of weights.
+    covered = min(tensor.seconds, calibration.overlap_fraction * work.column_gradients) if calibration.tensor_overlap else 0.0
+    left = passes * tensor.seconds - (1 - calibration.overlap_slowdown) * covered
+    exposed = {"tensor": left, "expert": passes * expert.seconds, "context": ring - hidden}
     waits = tensor.seconds + expert.seconds
     forward, backward = work.whole.seconds(waits)
     return Pass(
@@ -138,7 +140,7 @@ def _layer_pass(arch: Architecture, layout: Layout, share: Share, machine: Machi
         backward=backward,
         recompute=again.seconds(waits if passes == 3 else 0.0)[0],
         exposed=exposed,
-        hidden={"context": hidden},
+        hidden={"context": hidden, "tensor": covered},
         nbytes=(tensor + expert).times(passes) + context.times(3),
     )
 
@@ -179,13 +181,13 @@ def _interference(layout: Layout, model: TrafficModel) -> float:
     """Share by which a deep pipeline is slower where several of them run through the same nodes.
 
     Their messages meet on the node's links at times of their own, and a stage in the middle waits for both neighbours: the
-    share of such stages, times the doublings of pipelines in a node, times `Calibration.interference`. An empirical term.
+    share of such stages, times the other pipelines in a node, times `Calibration.interference`. An empirical term.
     """
     levels = model.topology.levels
     if layout.pp < 3 or len(levels) == 1 or layout.tp * layout.cp * layout.dp < levels[0].size:
         return 0.0
     pipelines = max(1.0, levels[0].size / (layout.tp * layout.cp))
-    return model.calibration.interference * log2(pipelines) * (layout.pp - 2) / layout.pp
+    return model.calibration.interference * (pipelines - 1) * (layout.pp - 2) / layout.pp
 
 
 def _interval(breakdown: dict[str, float], calibration: Calibration) -> Interval:

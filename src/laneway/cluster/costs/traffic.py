@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import ceil
+from dataclasses import dataclass, field, replace
+from math import ceil, log2
 
 from laneway.cluster.architecture import Architecture
 from laneway.cluster.costs.calibration import Calibration
@@ -78,9 +78,14 @@ class TrafficModel:
         return 4 if self.layout.precision == "fp32" else 2
 
     def tensor(self) -> Traffic:
-        """One pass of a layer over one micro-batch: two all-reduces of s·b·h (or scatters and gathers of the same bytes)."""
+        """One pass of a layer over one micro-batch: two all-reduces of s·b·h (or scatters and gathers of the same bytes).
+
+        A level's bandwidth is that of one group alone in a node; `Calibration.crowding` says what others beside it cost.
+        """
         nbytes = self._tokens * self.arch.hidden * self._element
-        return self._one("all_reduce", nbytes, Group(self.layout.tp)).times(2)
+        messages = self._one("all_reduce", nbytes, Group(self.layout.tp)).times(2)
+        groups = max(1.0, min(self.topology.levels[0].size, self.layout.world) / self.layout.tp)
+        return replace(messages, seconds=messages.seconds * (1 + self.calibration.crowding * log2(groups)))
 
     def context(self) -> Traffic:
         """One forward pass of ring attention: keys and values of all other ranks, a neighbour's at a time."""

@@ -32,7 +32,7 @@ def usual_batch(job: Job, parameters: float) -> int:
     """
     wanted = max(1, round(usual_tokens(parameters) / job.seq_len))
     sizes = data_ranks(job) or [1]
-    unit = max((size for size in sizes if size <= wanted), default=min(sizes))
+    unit = min(sizes)
     near = [size for size in range(unit, int(wanted * (1 + NEAR)) + 1, unit) if size >= wanted * (1 - NEAR)]
     if not near:
         return max(unit, unit * round(wanted / unit))

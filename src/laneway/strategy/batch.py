@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from laneway.strategy.refuse import data_ranks
+from laneway.strategy.refuse import batch_units
 from laneway.strategy.space import Job
 
 # Tokens of a batch by parameters: Brown et al., arXiv 2005.14165, table 2.1.
@@ -31,7 +31,7 @@ def usual_batch(job: Job, parameters: float) -> int:
     Of those near by, the one with the most factors of two, so that a plan can be scaled.
     """
     wanted = max(1, round(usual_tokens(parameters) / job.seq_len))
-    sizes = data_ranks(job) or [1]
+    sizes = batch_units(job) or [1]
     unit = min(sizes)
     near = [size for size in range(unit, int(wanted * (1 + NEAR)) + 1, unit) if size >= wanted * (1 - NEAR)]
     if not near:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from laneway.cluster.costs import memory_of
+from laneway.cluster.costs import Calibration, memory_of
 from laneway.cluster.topology import Level, Topology
 from laneway.core import InputError, LanewayError
 from laneway.strategy.search import RESERVED, Found
@@ -29,14 +29,14 @@ class DoesNotFitError(LanewayError):
         self.devices, self.bytes_per_device = devices, bytes_per_device
 
 
-def refusal(job: Job, found: Found) -> LanewayError:
+def refusal(job: Job, found: Found, calibration: Calibration | None = None) -> LanewayError:
     """The error to raise where a search found nothing that fits."""
     if found.smallest is None:
         return no_division(job)
     layout, least = found.smallest
     device, world = job.topology.device, job.topology.world
     wanted = least / (1 - RESERVED)
-    devices = fewest_devices(job)
+    devices = fewest_devices(job, calibration)
     each = f"{wanted / 1e9:.1f} GB on each {device.name} of {device.memory_bytes / 1e9:.0f} GB"
     smallest = f"the smallest plan needs {each} ({world} devices, tp={layout.tp} pp={layout.pp} sharded over {layout.dp_shard})"
     wants = f"needs {_more(job, devices)}, or ≥ {math.ceil(wanted / 1e9)} GB each, or a smaller model"
@@ -84,29 +84,29 @@ def batch_units(job: Job) -> list[int]:
     return sorted({layout.dp * each for layout in degrees(job)})
 
 
-def fewest_devices(job: Job) -> int | None:
+def fewest_devices(job: Job, calibration: Calibration | None = None) -> int | None:
     """The fewest devices of this kind, in whole nodes, on which the model fits with a batch that divides."""
     node = max(job.topology.levels[0].counts or (job.topology.levels[0].size,))
-    high = 1
-    while not _holds(job, node, high):
+    high, flash = 1, (calibration or Calibration()).flash_attention
+    while not _holds(job, node, high, flash):
         high *= 2
         if high > MOST_NODES:
             return None
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _holds(job, node, middle) else (middle, high)
+        low, high = (low, middle) if _holds(job, node, middle, flash) else (middle, high)
     return node * high
 
 
-def _holds(job: Job, node: int, nodes: int) -> bool:
+def _holds(job: Job, node: int, nodes: int, flash: bool) -> bool:
     """Whether a layout fits on ``nodes`` nodes with everything recomputed, a sequence at a time (or the fixed micro-batch)."""
     inside, outside = job.topology.levels[0], Level("L2", nodes, 0.0, 1.0)
     larger = Topology(job.topology.device, (replace(inside, size=node, counts=None), outside))
     room, each = (1 - RESERVED) * job.topology.device.memory_bytes, dict(job.fixed).get("micro_batch", 1)
     for grid in degrees(replace(job, topology=larger)):
         layout = replace(grid, recompute="full", zero=zero_of(grid), micro_batch=each)
-        if memory_of(job.arch, layout, seq_len=job.seq_len).total <= room:
+        if memory_of(job.arch, layout, seq_len=job.seq_len, flash=flash).total <= room:
             return True
     return False
 

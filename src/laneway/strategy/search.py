@@ -13,6 +13,7 @@ from laneway.strategy.space import Job, dials, grids
 
 # Kept free on each device for what the allocator can't use: an assumption.
 RESERVED = 0.05
+DEFAULT = Calibration()
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,11 @@ def search(job: Job, calibration: Calibration | None = None) -> Found:
     return found
 
 
-def held_by(job: Job, layout: Layout) -> MemoryEstimate:
-    """Bytes of the layout on the fullest device."""
+def held_by(job: Job, layout: Layout, calibration: Calibration | None = None) -> MemoryEstimate:
+    """Bytes of the layout on the fullest device, as its estimate has them."""
     micro_batches = max(1, job.global_batch // (layout.dp * layout.micro_batch))
-    return memory_of(job.arch, layout, seq_len=job.seq_len, micro_batches=micro_batches)
+    flash = (calibration or DEFAULT).flash_attention
+    return memory_of(job.arch, layout, seq_len=job.seq_len, micro_batches=micro_batches, flash=flash)
 
 
 def usable_bytes(job: Job) -> float:
@@ -71,7 +73,7 @@ def _consider(job: Job, group: Iterable[Layout], found: Found, calibration: Cali
     """Of layouts that differ in recomputation: the first that fits, and the first that would with the state on the host."""
     room, moved = usable_bytes(job), False
     for layout in group:
-        memory = held_by(job, layout)
+        memory = held_by(job, layout, calibration)
         if found.smallest is None or memory.total < found.smallest[1]:
             found.smallest = layout, memory.total
         if memory.total <= room:

@@ -61,7 +61,6 @@ def collectives(job: Job, layout: Layout, calibration: Calibration | None = None
 def _calls(job: Job, layout: Layout) -> Iterator[tuple[str, str, float, Group]]:
     arch, width = job.arch, WEIGHT_BYTES[layout.precision]
     tokens = layout.micro_batch * job.seq_len / layout.cp
-    shards = layout.dp_shard * layout.cp
     if layout.tp > 1:
         yield "tp", "all_reduce", tokens * arch.hidden * width, Group(layout.tp)
     if layout.ep > 1:

@@ -56,7 +56,7 @@ def _more(job: Job, devices: int | None) -> str:
 
 def no_division(job: Job) -> InputError:
     """No layout divides: names the degree that can't be had, or the nearest batches that would do."""
-    world, batch = job.topology.world, job.global_batch
+    batch = job.global_batch
     units = batch_units(job)
     if not units:
         return _impossible_degree(job)
@@ -120,7 +120,9 @@ def scaled_topology(topology: Topology, world: int) -> Topology:
     at = len(topology.levels) - 1
     inner = topology.devices_in(at - 1) if at else 1
     if any(level.counts is not None for level in topology.levels):
-        raise InputError("world", world, f"{topology.world}: groups of different sizes can't be scaled", "plan for a new topology")
+        raise InputError(
+            "world", world, f"{topology.world}: groups of different sizes can't be scaled", "plan for a new topology"
+        )
     if world < inner or world % inner:
         raise InputError("world", world, f"a multiple of {inner}, the devices of one {topology.levels[at].name} member")
     outer = replace(topology.levels[at], size=world // inner)

@@ -19,8 +19,8 @@ from laneway.cluster.layout import Layout
 from laneway.cluster.topology import Topology
 from laneway.core import InputError
 from laneway.rundir import replace_file
-from laneway.strategy.checks import check_plan
 from laneway.strategy.checkpoints import CheckpointPolicy
+from laneway.strategy.checks import check_plan
 from laneway.strategy.explain import Alternative, Reason
 from laneway.strategy.files import from_plain, to_plain
 from laneway.strategy.levels import Collective

@@ -55,7 +55,9 @@ def shared_parameters(arch: Architecture, layout: Layout) -> list[Shared]:
     return found
 
 
-def data_traffic(model: TrafficModel, micro_batches: int, forward: float, backward: float, calibration: Calibration) -> DataTraffic:
+def data_traffic(
+    model: TrafficModel, micro_batches: int, forward: float, backward: float, calibration: Calibration
+) -> DataTraffic:
     """What a device sends for its parameters in a step.
 
     ZeRO-1: one reduce-scatter and one all-gather a step; ZeRO-2: a reduce-scatter each micro-batch; ZeRO-3: two gathers and one

@@ -97,7 +97,16 @@ def read(path: Path) -> list[Measured]:
     except (OSError, UnicodeDecodeError) as error:
         why = f"it can't be read ({getattr(error, 'strerror', None) or error})"
         raise InputError("rows", str(path), "a text file in UTF-8 with comma-separated values", why) from error
-    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        found = _rows(path, csv.DictReader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise InputError("rows", str(path), "comma-separated values", str(error)) from error
+    if not found:
+        raise InputError("rows", str(path), "at least one row below the header", "line 2 is missing")
+    return found
+
+
+def _rows(path: Path, reader: csv.DictReader[str]) -> list[Measured]:
     header = [name.strip() for name in reader.fieldnames or []]
     missing = [name for name in (*COLUMNS, TIME) if name not in header]
     if missing:
@@ -107,13 +116,7 @@ def read(path: Path) -> list[Measured]:
     if twice:
         raise InputError("rows", str(path), "each column once", f"line 1 has {', '.join(twice)} more than once")
     reader.fieldnames = header
-    try:
-        found = [_row(path, reader.line_num, cells) for cells in reader if any(cells.values())]
-    except csv.Error as error:
-        raise InputError("rows", str(path), "comma-separated values", f"line {reader.line_num}: {error}") from error
-    if not found:
-        raise InputError("rows", str(path), "at least one row below the header", "line 2 is missing")
-    return found
+    return [_row(path, reader.line_num, cells) for cells in reader if any(cells.values())]
 
 
 def _row(path: Path, line: int, cells: Mapping[str | None, str | None]) -> Measured:

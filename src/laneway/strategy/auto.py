@@ -12,10 +12,10 @@ from laneway.cluster.architecture import Architecture
 from laneway.cluster.costs import Calibration, estimate_step, parameters_of
 from laneway.cluster.layout import Layout, Precision
 from laneway.cluster.topology import Topology
-from laneway.core import InputError, LanewayError, choice, positive_int
+from laneway.core import InputError, LanewayError, choice
 from laneway.strategy.batch import usual_batch
 from laneway.strategy.checkpoints import DEVICE_HOURS, CheckpointPolicy, checkpoint_policy
-from laneway.strategy.checks import check_architecture, check_device
+from laneway.strategy.checks import check_architecture, check_device, count
 from laneway.strategy.explain import Alternative, Reason, alternatives, reasons
 from laneway.strategy.files import from_plain
 from laneway.strategy.levels import collectives
@@ -65,12 +65,14 @@ def auto_config(
     """
     topology = _topology(hardware_topology)
     shape, source, size = _shape(model_size, arch, streams)
-    positive_int("seq_len", seq_len)
+    count("seq_len", seq_len)
     choice("precision", precision, get_args(Precision))
     check_device(topology.device, precision, "topology.device")
-    held = tuple((choice("fixed", name, FIXABLE), positive_int(f"fixed.{name}", value)) for name, value in (fixed or {}).items())
+    if fixed is not None and not isinstance(fixed, Mapping):
+        raise InputError("fixed", fixed, f"degrees by name: {', '.join(FIXABLE)}")
+    held = tuple((choice("fixed", name, FIXABLE), count(f"fixed.{name}", value)) for name, value in (fixed or {}).items())
     job = Job(shape, topology, 0, seq_len, precision, held)  # pyrefly: ignore[bad-argument-type]  (checked by choice)
-    batch = usual_batch(job, size) if global_batch is None else positive_int("global_batch", global_batch)
+    batch = usual_batch(job, size) if global_batch is None else count("global_batch", global_batch)
     return _planned(replace(job, global_batch=batch), size, source, calibration)
 
 
@@ -128,7 +130,7 @@ def build(
 
 def scaled(plan: Strategy, world: int) -> Strategy:
     """The plan on another number of devices (see ``Strategy.scaled_to``)."""
-    topology = scaled_topology(plan.topology, positive_int("world", world))
+    topology = scaled_topology(plan.topology, count("world", world))
     before = plan.layout
     inner = before.tp * before.cp * before.pp
     if world % inner:
@@ -176,7 +178,7 @@ def _topology(given: object) -> Topology:
 
 def _shape(model_size: object, arch: object, streams: int | None) -> tuple[Architecture, str, float]:
     """Architecture, its source, and the number of parameters that was asked for."""
-    wide = 1 if streams is None else positive_int("streams", streams)
+    wide = 1 if streams is None else count("streams", streams)
     if arch is None:
         if model_size is None:
             raise InputError("model_size", None, "a number of parameters, or arch")

@@ -18,7 +18,7 @@ from laneway.strategy.space import Job, splits
 if TYPE_CHECKING:
     from laneway.strategy.strategy import Strategy
 
-__all__ = ["check_architecture", "check_device", "check_plan"]
+__all__ = ["check_architecture", "check_device", "check_plan", "count"]
 
 DEGREES = ("tp", "cp", "dp_shard", "dp_replicate", "pp", "ep", "micro_batch", "chunks")
 LARGEST = 10**15
@@ -27,9 +27,9 @@ LARGEST = 10**15
 def check_architecture(arch: Architecture, field: str) -> None:
     """Raise InputError for a shape that no model has."""
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "streams"):
-        _size(f"{field}.{name}", getattr(arch, name))
+        count(f"{field}.{name}", getattr(arch, name))
     for name in ("experts", "experts_per_token"):
-        _size(f"{field}.{name}", getattr(arch, name), 0)
+        count(f"{field}.{name}", getattr(arch, name), 0)
     if arch.hidden % arch.heads:
         raise InputError(f"{field}.heads", arch.heads, f"a divisor of hidden = {arch.hidden}")
     if arch.heads % arch.kv_heads:
@@ -56,7 +56,7 @@ def check_plan(plan: Strategy, field: str) -> None:
     check_architecture(plan.arch, f"{field}.arch")
     check_device(plan.topology.device, plan.layout.precision, f"{field}.topology.device")
     for name in ("seq_len", "global_batch"):
-        _size(f"{field}.{name}", getattr(plan, name))
+        count(f"{field}.{name}", getattr(plan, name))
     choice(f"{field}.memory", plan.memory, ("device", "host"))
     _above(f"{field}.model_size", plan.model_size)
     for name in ("topology", "collectives", "checkpoint", "predicted", "alternatives"):
@@ -70,7 +70,7 @@ def check_plan(plan: Strategy, field: str) -> None:
 
 def _check_layout(plan: Strategy, layout: Layout, field: str) -> None:
     for name in DEGREES:
-        _size(f"{field}.{name}", getattr(layout, name))
+        count(f"{field}.{name}", getattr(layout, name))
     for name, accepted in (("zero", (1, 2, 3)), ("grad_bytes", (2, 4))):
         if getattr(layout, name) not in accepted:
             raise InputError(f"{field}.{name}", getattr(layout, name), " or ".join(map(str, accepted)))
@@ -104,9 +104,12 @@ def _check_room(plan: Strategy, field: str) -> None:
         raise InputError(field, f"tp={plan.layout.tp} pp={plan.layout.pp} dp_shard={plan.layout.dp_shard}", accepted)
 
 
-def _size(field: str, given: int, least: int = 1) -> None:
-    if positive_int(field, given, least) > LARGEST:
+def count(field: str, given: object, least: int = 1) -> int:
+    """An integer from ``least`` to `LARGEST`; raises InputError."""
+    value = positive_int(field, given, least)
+    if value > LARGEST:
         raise InputError(field, given, f"an integer from {least} to {LARGEST:g}")
+    return value
 
 
 def _above(field: str, given: float) -> None:

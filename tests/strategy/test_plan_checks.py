@@ -215,3 +215,14 @@ def test_ragged_groups_are_placed_as_the_worst_of_them_lies() -> None:
         copies = [range(block + offset, block + span, stride) for block in range(0, 16, span) for offset in range(stride)]
         assert place(Group(size, stride), ragged).units[0] == max(place(list(copy), ragged).units[0] for copy in copies)
     assert place(Group(8), ragged).units == (2, 1)
+
+
+def test_energy_counts_what_the_levels_carry(plan: Strategy) -> None:
+    joules = 3e-6
+    table = plan.topology
+    dear = replace(table, levels=tuple(replace(level, joules_per_byte=joules) for level in table.levels))
+    free = replace(table, levels=tuple(replace(level, joules_per_byte=0.0) for level in table.levels))
+    more, less = (estimate_step(SMALL, plan.layout, each, global_batch=64, seq_len=2048) for each in (dear, free))
+    sent = sum(more.bytes_per_level.values()) * plan.world
+    assert more.kwh_per_token - less.kwh_per_token == pytest.approx(joules * sent / 3.6e6 / (64 * 2048))
+    assert more.seconds == less.seconds

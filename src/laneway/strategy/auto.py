@@ -159,7 +159,7 @@ def _candidate(job: Job, layout: Layout, memory: str, calibration: Calibration) 
         seconds = offload_seconds(job.topology.device, estimate.memory.optimizer)
         if seconds is None:
             raise LanewayError("does not fit: the host can't hold the optimizer's state of this many devices")
-        estimate = moved_to_host(estimate, seconds)
+        estimate = moved_to_host(job, estimate, seconds)
     if estimate.memory.total > usable_bytes(job):
         needed, room = estimate.memory.total / 1e9, usable_bytes(job) / 1e9
         raise LanewayError(f"does not fit: {needed:.1f} GB on each device of which {room:.1f} GB are usable; plan again")

@@ -25,7 +25,7 @@ class Comparison:
         seconds, planned_seconds: predicted step time for the plan's tokens.
         exposed, planned_exposed: seconds of it that wait for the network.
         outer_bytes, planned_outer_bytes: sent by a device over the outermost level.
-        kwh_per_token, planned_kwh_per_token: energy at the devices' full power.
+        kwh_per_token, planned_kwh_per_token: energy at the devices' full power, and of the bytes on each level.
         assumption: what the baseline is.
     """
 

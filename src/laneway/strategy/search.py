@@ -87,7 +87,7 @@ def _move(job: Job, layout: Layout, memory: MemoryEstimate, found: Found, calibr
     seconds = offload_seconds(job.topology.device, memory.optimizer)
     if seconds is None:
         return False
-    found.candidates.append(Candidate(layout, True, moved_to_host(_estimate(job, layout, calibration), seconds)))
+    found.candidates.append(Candidate(layout, True, moved_to_host(job, _estimate(job, layout, calibration), seconds)))
     return True
 
 
@@ -97,14 +97,15 @@ def _estimate(job: Job, layout: Layout, calibration: Calibration | None) -> Esti
     )
 
 
-def moved_to_host(estimate: Estimate, seconds: float) -> Estimate:
+def moved_to_host(job: Job, estimate: Estimate, seconds: float) -> Estimate:
     """The estimate with the optimizer's state on the host and ``seconds`` of copies in every step."""
     before, after = estimate.seconds.value, estimate.seconds.value + seconds
+    world, tokens = job.topology.world, float(job.global_batch * job.seq_len)
     return replace(
         estimate,
         seconds=replace(estimate.seconds, value=after, low=estimate.seconds.low, high=estimate.seconds.high + seconds),
         breakdown=estimate.breakdown | {"offload": seconds},
         memory=replace(estimate.memory, optimizer=0.0),
         mfu=estimate.mfu * before / after,
-        kwh_per_token=estimate.kwh_per_token * after / before,
+        kwh_per_token=estimate.kwh_per_token + world * job.topology.device.watts * seconds / 3.6e6 / tokens,
     )

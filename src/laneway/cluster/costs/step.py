@@ -107,10 +107,16 @@ def estimate_step(
         breakdown=breakdown,
         memory=memory_of(arch, layout, seq_len=seq_len, micro_batches=count, flash=calibration.flash_attention),
         mfu=flops_per_token(arch, seq_len) * tokens / (seconds.value * peak),
-        kwh_per_token=layout.world * topology.device.watts * seconds.value / 3.6e6 / tokens,
+        kwh_per_token=layout.world * _joules(topology, seconds.value, sent) / 3.6e6 / tokens,
         hidden={part: found for part, found in hidden.items() if found},
         bytes_per_level=dict(sent.nbytes),
     )
+
+
+def _joules(topology: Topology, seconds: float, sent: Traffic) -> float:
+    """Energy of one device in a step: its full power, and that of each level for the bytes that it sends over it."""
+    network = sum(level.joules_per_byte * sent.nbytes.get(level.name, 0.0) for level in topology.levels)
+    return topology.device.watts * seconds + network
 
 
 def _layer_pass(arch: Architecture, layout: Layout, share: Share, machine: Machine, model: TrafficModel) -> Pass:

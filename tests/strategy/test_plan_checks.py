@@ -226,3 +226,15 @@ def test_energy_counts_what_the_levels_carry(plan: Strategy) -> None:
     sent = sum(more.bytes_per_level.values()) * plan.world
     assert more.kwh_per_token - less.kwh_per_token == pytest.approx(joules * sent / 3.6e6 / (64 * 2048))
     assert more.seconds == less.seconds
+
+
+@pytest.mark.parametrize("topology", ["4xB200_33nodes", "1xH200_9nodes", "8xH100_24nodes", "6xA100_10nodes"])
+def test_the_usual_batch_leaves_the_large_data_parallel_sizes(topology: str) -> None:
+    plan = auto_config("30B", topology, seq_len=128)
+    assert plan.global_batch % plan.world == 0
+
+
+@pytest.mark.parametrize("levels", [[{"size": 8, "name": "a"}, {"size": 2, "name": "a"}], [{"size": 8, "links": 10**400}]])
+def test_levels_that_would_be_counted_wrong(levels: list[dict[str, Any]]) -> None:
+    with pytest.raises(InputError, match=r"^(levels|L1\.links): "):
+        Topology.parse({"device": "H100", "levels": levels})

@@ -126,6 +126,8 @@ def test_malformed_cells(line: int, column: str, cell: str, told: str, tmp_path:
         ("# GPUs,micro batch\n1,2", "line 1 lacks global batch"),
         ("{}\n", "line 2"),
         ("{}\n1,2,3\n", "line 2"),
+        ("{},# layers\n", "line 1 has # layers more than once"),
+        ("a" * 200_000 + ",{}\n", "field limit"),
     ],
 )
 def test_malformed_files(text: str, told: str, tmp_path: Path) -> None:
@@ -134,6 +136,20 @@ def test_malformed_files(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=told):
         read(path)
     assert run_fails(["planner", "--rows", str(tmp_path / "none.csv")])
+
+
+def test_lines_of_commas_alone_are_no_rows(tmp_path: Path) -> None:
+    text = MULTI.read_text("utf-8").splitlines()
+    path = tmp_path / "rows.csv"
+    path.write_text("\r\n".join([*text[:3], "," * 11, text[3], "", "," * 11, ""]), "utf-8-sig")
+    assert [row.line for row in read(path)] == [2, 3, 5]
+
+
+def test_a_file_in_another_encoding_is_bad_input(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(MULTI.read_text("utf-8"), "utf-16")
+    with pytest.raises(InputError, match=r"^rows: .*can't be read"):
+        read(path)
 
 
 def run_fails(args: list[str]) -> bool:

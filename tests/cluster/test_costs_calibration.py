@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from laneway.cluster.costs import SOURCES, Calibration
-from laneway.core import InputError, LanewayError
+from laneway.core import InputError
 
 
 def test_every_default_has_a_source() -> None:
@@ -46,7 +46,7 @@ def test_refused(text: str, told: str, tmp_path: Path) -> None:
 
 
 def test_missing_file_and_other_shapes(tmp_path: Path) -> None:
-    with pytest.raises(LanewayError, match="can't be read"):
+    with pytest.raises(InputError, match="can't be read"):
         Calibration.load(tmp_path / "none.toml")
     (tmp_path / "list.json").write_text("[1]", "utf-8")
     with pytest.raises(InputError, match="names of constants"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from laneway.cluster.architecture import Architecture
 from laneway.cluster.costs import Calibration, estimate_step, flops_per_token
-from laneway.cluster.costs.pipeline import bubble_fraction, bubble_seconds, steady_seconds
+from laneway.cluster.costs.pipeline import bubble_seconds
 from laneway.cluster.estimate import Estimate
 from laneway.cluster.layout import Layout
 from laneway.cluster.topology import Device, Level, Topology
@@ -102,8 +102,8 @@ def test_mfu_is_flops_over_peak() -> None:
 @settings(max_examples=20, deadline=None)
 def test_bubble_of_equal_stages(pp: int, micro_batches: int, chunks: int, seconds: float) -> None:
     stages = [seconds] * pp
-    share = bubble_seconds(stages, chunks) / steady_seconds(stages, micro_batches)
-    assert share == pytest.approx(bubble_fraction(pp, micro_batches, chunks))
+    share = bubble_seconds(stages, chunks) / (micro_batches * seconds)
+    assert share == pytest.approx((pp - 1) / (chunks * micro_batches))  # Narayanan et al. 2021, section 2.2
 
 
 @given(stages=st.lists(st.integers(1, 50), min_size=1, max_size=6), micro_batches=st.integers(1, 12))
@@ -116,7 +116,7 @@ def test_unequal_stages_against_a_simulated_pipeline(stages: list[int], micro_ba
         for index, seconds in enumerate(stages):
             done[index] = max(done[index], before) + seconds
             before = done[index]
-    assert done[-1] == steady_seconds(stages, micro_batches) + bubble_seconds(stages)
+    assert done[-1] == micro_batches * max(stages) + bubble_seconds(stages)
 
 
 def test_dials() -> None:

@@ -141,7 +141,7 @@ def test_a_batch_that_no_layout_divides_names_the_nearest() -> None:
         ({"model_size": "7B", "streams": 0}, "streams"),
         ({"model_size": "7B", "fixed": {"tq": 2}}, "fixed"),
         ({"model_size": "7B", "fixed": {"tp": 0}}, "fixed.tp"),
-        ({"model_size": "7B", "fixed": {"tp": 5}}, "layout"),
+        ({"model_size": "7B", "fixed": {"tp": 5}}, "fixed.tp"),
         ({"model_size": "7B", "arch": SMALL}, "model_size"),
         ({"arch": {"layers": 3}}, "arch.hidden"),
         ({"arch": {"layers": 3, "heds": 2}}, "arch.heds"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from laneway.cluster.costs import Calibration, estimate_step, memory_of, paramet
 from laneway.cluster.estimate import Estimate
 from laneway.cluster.layout import Layout, Recompute
 from laneway.cluster.topology import Topology
-from laneway.core import InputError, LanewayError
+from laneway.core import InputError
 
 VOCABULARY = 51200
 """Megatron's padded GPT-2 vocabulary: 3.6 and 39.1 billion are these shapes' parameters with it."""
@@ -35,6 +36,7 @@ COLUMNS = {
     "data parallelism": "dp",
     "pipeline parallelism": "pp",
 }
+LARGEST = 1e12  # of any cell
 ASSUMED = (
     "1F1B, fp16 gradients all-reduced after the last backward pass, full states on each data-parallel rank, "
     "unfused attention, scatter/gather between stages"
@@ -87,24 +89,34 @@ def read(path: Path) -> list[Measured]:
     """Rows of a file with the published columns, in any order; `Parameters (billion)` may be missing.
 
     Raises:
-        LanewayError: the file can't be read.
-        InputError: a column is missing, or a cell is not what it should be; names line and column.
+        InputError: the file can't be read, a column is missing or there twice, or a cell is not what it should be; names line
+            and column.
     """
     try:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise LanewayError(f"{path}: can't be read ({getattr(error, 'strerror', None) or error})") from error
-    reader = csv.DictReader(text.splitlines())
+        why = f"it can't be read ({getattr(error, 'strerror', None) or error})"
+        raise InputError("rows", str(path), "a text file in UTF-8 with comma-separated values", why) from error
+    try:
+        found = _rows(path, csv.DictReader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise InputError("rows", str(path), "comma-separated values", str(error)) from error
+    if not found:
+        raise InputError("rows", str(path), "at least one row below the header", "line 2 is missing")
+    return found
+
+
+def _rows(path: Path, reader: csv.DictReader[str]) -> list[Measured]:
     header = [name.strip() for name in reader.fieldnames or []]
     missing = [name for name in (*COLUMNS, TIME) if name not in header]
     if missing:
         wanted = ", ".join((*COLUMNS, TIME))
-        raise InputError("rows", str(path), f"columns {wanted}", f"line 1 lacks {', '.join(missing)}")
+        raise InputError("rows", str(path), f"columns {wanted}, between commas", f"line 1 lacks {', '.join(missing)}")
+    twice = [name for name in (*COLUMNS, TIME, SIZE) if header.count(name) > 1]
+    if twice:
+        raise InputError("rows", str(path), "each column once", f"line 1 has {', '.join(twice)} more than once")
     reader.fieldnames = header
-    found = [_row(path, reader.line_num, cells) for cells in reader]
-    if not found:
-        raise InputError("rows", str(path), "at least one row below the header", "line 2 is missing")
-    return found
+    return [_row(path, reader.line_num, cells) for cells in reader if any(cells.values())]
 
 
 def _row(path: Path, line: int, cells: Mapping[str | None, str | None]) -> Measured:
@@ -129,8 +141,8 @@ def _positive(path: Path, line: int, column: str, cell: str | None) -> float:
         value = float(cell or "")
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise InputError(column, cell, "a number above 0", f"{path.name}, line {line}")
+    if not 0 < value <= LARGEST:
+        raise InputError(column, cell, f"a number above 0, up to {LARGEST:g}", f"{path.name}, line {line}")
     return value
 
 

@@ -31,7 +31,7 @@ def transfer(multi: Sequence[Measured], single: Sequence[Measured], progress: Ca
     for name, fitted in parts.items():
         best = min(candidates(), key=lambda calibration: _error(fitted, calibration))
         progress(f"fitted on {name}: {', '.join(f'{key} {getattr(best, key):g}' for key in GRID)}")
-        for tried in (best, replace(best, **dict.fromkeys(EMPIRICAL, 0.0))):
+        for tried in (best, replace(best, crowding=0.0, interference=0.0)):
             rows += _tests(name, parts, tried)
     return [*rows, *_tests("the defaults", parts, MEGATRON_ERA)]
 

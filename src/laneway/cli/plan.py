@@ -152,4 +152,7 @@ def draw(plan: Strategy, path: Path) -> None:
 
     if path.suffix != ".svg" or not path.parent.is_dir():
         raise InputError("picture", str(path), "a .svg file in an existing folder")
-    replace_file(path, plan_picture(plan.to_dict()).encode())
+    try:
+        replace_file(path, plan_picture(plan.to_dict()).encode())
+    except OSError as error:
+        raise InputError("picture", str(path), "a file that can be written", error.strerror) from error

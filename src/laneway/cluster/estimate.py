@@ -32,12 +32,12 @@ class Estimate:
     Attributes:
         seconds: step time with its interval.
         breakdown: seconds by part; parts add up to `seconds.value`: "compute", "recompute", "tensor", "context", "expert",
-            "pipeline", "bubble", "data" (exposed), "optimizer".
+            "pipeline", "bubble", "data" (exposed), "optimizer", and "offload" where a plan keeps states on the host.
         hidden: seconds of communication that ran beside compute, by the same names.
         bytes_per_level: bytes that leave one device over each level in a step, by level name.
         memory: bytes on the fullest device.
         mfu: model FLOP/s over peak FLOP/s.
-        kwh_per_token: energy at the devices' full power.
+        kwh_per_token: energy at the devices' full power, and of the bytes on each level (`Level.joules_per_byte`).
     """
 
     seconds: Interval

@@ -16,6 +16,8 @@ from laneway.core import InputError, positive_int
 
 __all__ = ["Device", "Level", "Topology"]
 
+MOST_LINKS = 10**9
+
 
 @dataclass(frozen=True)
 class Device:
@@ -77,7 +79,8 @@ class Level:
 
     def __post_init__(self) -> None:
         positive_int(f"{self.name}.size", self.size)
-        positive_int(f"{self.name}.links", self.links)
+        if positive_int(f"{self.name}.links", self.links) > MOST_LINKS:
+            raise InputError(f"{self.name}.links", self.links, f"an integer from 1 to {MOST_LINKS}")
         for name, least, accepted in (
             ("link_bandwidth", math.ulp(0), "bytes per second, more than 0"),
             ("latency_s", 0, "seconds, 0 or more"),
@@ -101,7 +104,7 @@ class Topology:
     that means.
 
     Raises:
-        InputError: no level; counts of a level, or hosts, that are not as many as there are groups.
+        InputError: no level, or two of the same name; counts of a level, or hosts, that are not as many as there are groups.
     """
 
     device: Device
@@ -112,6 +115,9 @@ class Topology:
     def __post_init__(self) -> None:
         if not self.levels:
             raise InputError("levels", self.levels, "at least one level")
+        names = [level.name for level in self.levels]
+        if len(set(names)) < len(names):
+            raise InputError("levels", names, "a name of its own for each level")
         for index, level in enumerate(self.levels):
             if level.counts is not None and len(level.counts) != self._groups_of(index):
                 accepted = f"one count for each of the {self._groups_of(index)} groups"

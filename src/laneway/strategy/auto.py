@@ -12,9 +12,10 @@ from laneway.cluster.architecture import Architecture
 from laneway.cluster.costs import Calibration, estimate_step, parameters_of
 from laneway.cluster.layout import Layout, Precision
 from laneway.cluster.topology import Topology
-from laneway.core import InputError, LanewayError, choice, positive_int
+from laneway.core import InputError, LanewayError, choice
 from laneway.strategy.batch import usual_batch
 from laneway.strategy.checkpoints import DEVICE_HOURS, CheckpointPolicy, checkpoint_policy
+from laneway.strategy.checks import check_architecture, check_device, count
 from laneway.strategy.explain import Alternative, Reason, alternatives, reasons
 from laneway.strategy.files import from_plain
 from laneway.strategy.levels import collectives
@@ -64,27 +65,39 @@ def auto_config(
     """
     topology = _topology(hardware_topology)
     shape, source, size = _shape(model_size, arch, streams)
-    positive_int("seq_len", seq_len)
+    count("seq_len", seq_len)
     choice("precision", precision, get_args(Precision))
-    held = tuple((choice("fixed", name, FIXABLE), positive_int(f"fixed.{name}", value)) for name, value in (fixed or {}).items())
+    check_device(topology.device, precision, "topology.device")
+    if fixed is not None and not isinstance(fixed, Mapping):
+        raise InputError("fixed", fixed, f"degrees by name: {', '.join(FIXABLE)}")
+    held = tuple((choice("fixed", name, FIXABLE), count(f"fixed.{name}", value)) for name, value in (fixed or {}).items())
     job = Job(shape, topology, 0, seq_len, precision, held)  # pyrefly: ignore[bad-argument-type]  (checked by choice)
-    batch = usual_batch(job, size) if global_batch is None else positive_int("global_batch", global_batch)
+    batch = usual_batch(job, size) if global_batch is None else count("global_batch", global_batch)
     return _planned(replace(job, global_batch=batch), size, source, calibration)
 
 
 def _planned(job: Job, size: float, source: str, calibration: Calibration | None) -> Strategy:
     found = search(job, calibration)
     if not found.candidates:
-        raise refusal(job, found)
+        raise refusal(job, found, calibration)
     best = found.candidates[0]
-    return build(job, best, size, source, reasons(found.candidates), alternatives(found.candidates))
+    told = reasons(found.candidates), alternatives(found.candidates)
+    return build(job, best, size, source, *told, calibration or Calibration())
 
 
-def build(job: Job, best: Candidate, size: float, source: str, why: list[Reason], others: list[Alternative]) -> Strategy:
+def build(
+    job: Job,
+    best: Candidate,
+    size: float,
+    source: str,
+    why: list[Reason],
+    others: list[Alternative],
+    calibration: Calibration,
+) -> Strategy:
     """The strategy of a candidate: with its collectives, its checkpoints and the reasons for both."""
-    reduced = collectives(job, best.layout)
+    reduced = collectives(job, best.layout, calibration)
     memory = best.estimate.memory
-    held = held_by(job, best.layout)
+    held = held_by(job, best.layout, calibration)
     saved = checkpoint_policy(
         job.topology.device, job.topology.world, held.parameters + held.optimizer, best.estimate.seconds.value
     )
@@ -111,12 +124,13 @@ def build(job: Job, best: Candidate, size: float, source: str, why: list[Reason]
         predicted=best.estimate,
         reasons=tuple(why),
         alternatives=tuple(others),
+        calibration=calibration,
     )
 
 
 def scaled(plan: Strategy, world: int) -> Strategy:
     """The plan on another number of devices (see ``Strategy.scaled_to``)."""
-    topology = scaled_topology(plan.topology, positive_int("world", world))
+    topology = scaled_topology(plan.topology, count("world", world))
     before = plan.layout
     inner = before.tp * before.cp * before.pp
     if world % inner:
@@ -133,16 +147,19 @@ def scaled(plan: Strategy, world: int) -> Strategy:
     chunks = before.chunks if share // micro_batch % before.pp == 0 else 1  # an interleaved schedule goes by whole rounds
     layout = replace(before, dp_shard=shard, dp_replicate=data // shard, micro_batch=micro_batch, chunks=chunks)
     job = Job(plan.arch, topology, plan.global_batch, plan.seq_len, layout.precision)
-    return build(job, _candidate(job, layout, plan.memory), plan.model_size, plan.arch_source, [], [])
+    found = _candidate(job, layout, plan.memory, plan.calibration)
+    return build(job, found, plan.model_size, plan.arch_source, [], [], plan.calibration)
 
 
-def _candidate(job: Job, layout: Layout, memory: str) -> Candidate:
-    estimate = estimate_step(job.arch, layout, job.topology, global_batch=job.global_batch, seq_len=job.seq_len)
+def _candidate(job: Job, layout: Layout, memory: str, calibration: Calibration) -> Candidate:
+    estimate = estimate_step(
+        job.arch, layout, job.topology, global_batch=job.global_batch, seq_len=job.seq_len, calibration=calibration
+    )
     if memory == "host":
         seconds = offload_seconds(job.topology.device, estimate.memory.optimizer)
         if seconds is None:
             raise LanewayError("does not fit: the host can't hold the optimizer's state of this many devices")
-        estimate = moved_to_host(estimate, seconds)
+        estimate = moved_to_host(job, estimate, seconds)
     if estimate.memory.total > usable_bytes(job):
         needed, room = estimate.memory.total / 1e9, usable_bytes(job) / 1e9
         raise LanewayError(f"does not fit: {needed:.1f} GB on each device of which {room:.1f} GB are usable; plan again")
@@ -161,7 +178,7 @@ def _topology(given: object) -> Topology:
 
 def _shape(model_size: object, arch: object, streams: int | None) -> tuple[Architecture, str, float]:
     """Architecture, its source, and the number of parameters that was asked for."""
-    wide = 1 if streams is None else positive_int("streams", streams)
+    wide = 1 if streams is None else count("streams", streams)
     if arch is None:
         if model_size is None:
             raise InputError("model_size", None, "a number of parameters, or arch")
@@ -169,8 +186,7 @@ def _shape(model_size: object, arch: object, streams: int | None) -> tuple[Archi
         shape, source = architecture_for(size, wide)
         return shape, source, size
     shape = arch if isinstance(arch, Architecture) else from_plain(Architecture, arch, "arch")
-    for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "streams"):
-        positive_int(f"arch.{name}", getattr(shape, name))
+    check_architecture(shape, "arch")
     shape = shape if streams is None else replace(shape, streams=wide)
     actual = parameters_of(replace(shape, streams=1))
     if model_size is not None and abs(parse_model_size(model_size) / actual - 1) > CLOSE_ENOUGH:

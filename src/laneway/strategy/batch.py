@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from laneway.strategy.refuse import data_ranks
+from laneway.strategy.refuse import batch_units
 from laneway.strategy.space import Job
 
 # Tokens of a batch by parameters: Brown et al., arXiv 2005.14165, table 2.1.
@@ -26,14 +26,22 @@ def usual_tokens(parameters: float) -> float:
 
 
 def usual_batch(job: Job, parameters: float) -> int:
-    """Sequences near the usual number of tokens that some data-parallel size divides.
+    """Sequences near the usual number of tokens that as many data-parallel sizes as possible divide.
 
     Of those near by, the one with the most factors of two, so that a plan can be scaled.
     """
     wanted = max(1, round(usual_tokens(parameters) / job.seq_len))
-    sizes = data_ranks(job) or [1]
-    unit = min(sizes)
-    near = [size for size in range(unit, int(wanted * (1 + NEAR)) + 1, unit) if size >= wanted * (1 - NEAR)]
-    if not near:
+    sizes = batch_units(job) or [1]
+    unit = sizes[0]
+    if not _near(unit, wanted):
         return max(unit, unit * round(wanted / unit))
-    return max(near, key=lambda size: (size & -size, -abs(size - wanted)))
+    for size in sizes:
+        both = math.lcm(unit, size)
+        unit = both if _near(both, wanted) else unit
+    return max(_near(unit, wanted), key=lambda size: (size & -size, -abs(size - wanted)))
+
+
+def _near(unit: int, wanted: int) -> range:
+    """Multiples of a unit that are near enough to what is wanted."""
+    first = max(1, math.ceil(wanted * (1 - NEAR) / unit))
+    return range(first * unit, int(wanted * (1 + NEAR)) + 1, unit)

@@ -60,7 +60,7 @@ def reasons(candidates: list[Candidate]) -> list[Reason]:
     for name, dial in DIALS.items():
         other = next((c for c in candidates if dial(c) != dial(best)), None)
         if other is None:
-            number = "no other value divides and fits"
+            number = "no other value that is searched divides and fits"
         else:
             number = f"{dial(other)} would cost {ratio(best, other) - 1:+.1%} of step time; {difference(best, other)}"
         found.append(Reason(name, str(dial(best)), number, SOURCE))

@@ -25,7 +25,7 @@ class Comparison:
         seconds, planned_seconds: predicted step time for the plan's tokens.
         exposed, planned_exposed: seconds of it that wait for the network.
         outer_bytes, planned_outer_bytes: sent by a device over the outermost level.
-        kwh_per_token, planned_kwh_per_token: energy at the devices' full power.
+        kwh_per_token, planned_kwh_per_token: energy at the devices' full power, and of the bytes on each level.
         assumption: what the baseline is.
     """
 
@@ -72,13 +72,21 @@ def compared_with_flat(plan: Strategy) -> Comparison:
     batch = -(-plan.global_batch // world) * world
     job = Job(plan.arch, plan.topology, batch, plan.seq_len, plan.layout.precision)
     layouts = [Layout(dp_shard=world, recompute=recompute, precision=plan.layout.precision) for recompute in RECOMPUTE]
-    layout = next((each for each in layouts if held_by(job, each).total <= usable_bytes(job)), layouts[-1])
-    flat = estimate_step(job.arch, layout, job.topology, global_batch=batch, seq_len=job.seq_len, algorithm="native")
+    layout = next((each for each in layouts if held_by(job, each, plan.calibration).total <= usable_bytes(job)), layouts[-1])
+    flat = estimate_step(
+        job.arch,
+        layout,
+        job.topology,
+        global_batch=batch,
+        seq_len=job.seq_len,
+        calibration=plan.calibration,
+        algorithm="native",
+    )
     share = plan.global_batch / batch
     ours, outer = plan.predicted, plan.topology.levels[-1].name
     return Comparison(
         global_batch=batch,
-        fits=held_by(job, layout).total <= usable_bytes(job),
+        fits=held_by(job, layout, plan.calibration).total <= usable_bytes(job),
         recompute=layout.recompute,
         seconds=flat.seconds.value * share,
         planned_seconds=ours.seconds.value,

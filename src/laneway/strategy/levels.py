@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from laneway.cluster.costs import Calibration, Group, choose_collective
-from laneway.cluster.costs.memory import parameters_on_device
+from laneway.cluster.costs.data import shared_parameters
 from laneway.cluster.costs.network import lanes_of
 from laneway.cluster.layout import Layout
 from laneway.strategy.space import Job
@@ -22,7 +22,7 @@ class Collective:
         axis: whose ranks take part.
         levels: levels that it crosses, innermost first.
         op: all_reduce, reduce_scatter, all_gather or all_to_all.
-        nbytes: bytes of one call's whole vector.
+        nbytes: bytes of one call's whole vector: a layer's or a bucket's, where it goes in several.
         algorithm: native (NCCL's own choice, by name) or one over levels.
         chunks: pieces that follow each other through the levels.
         seconds, native_seconds: of one call, as chosen and as the native flat collective would.
@@ -61,16 +61,17 @@ def collectives(job: Job, layout: Layout, calibration: Calibration | None = None
 def _calls(job: Job, layout: Layout) -> Iterator[tuple[str, str, float, Group]]:
     arch, width = job.arch, WEIGHT_BYTES[layout.precision]
     tokens = layout.micro_batch * job.seq_len / layout.cp
-    shards = layout.dp_shard * layout.cp
     if layout.tp > 1:
         yield "tp", "all_reduce", tokens * arch.hidden * width, Group(layout.tp)
     if layout.ep > 1:
         routed = tokens * arch.hidden * width * max(1, arch.experts_per_token)
         yield "ep", "all_to_all", routed, Group(layout.ep, layout.tp)
-    held = sum(parameters_on_device(arch, layout))
-    if shards > 1:
-        one = held / max(1, arch.layers // layout.pp) if layout.zero >= 3 else held  # FSDP goes layer by layer
-        yield "dp_shard", "reduce_scatter", one * layout.grad_bytes, Group(shards, layout.tp)
-        yield "dp_shard", "all_gather", one * width, Group(shards, layout.tp)
-    if layout.dp_replicate > 1:
-        yield "dp_replicate", "all_reduce", held / shards * layout.grad_bytes, Group(layout.dp_replicate, layout.tp * shards)
+    for part in shared_parameters(arch, layout):
+        size, inner = part.shards.size, layout.tp * layout.cp * layout.dp_shard
+        if size > 1:
+            one = part.parameters / part.messages
+            yield "dp_shard", "reduce_scatter", one * layout.grad_bytes, part.shards
+            yield "dp_shard", "all_gather", one * width, part.shards
+        if layout.dp_replicate > 1:
+            one = part.parameters / size / part.messages
+            yield "dp_replicate", "all_reduce", one * layout.grad_bytes, Group(layout.dp_replicate, inner)

@@ -13,6 +13,7 @@ from laneway.strategy.space import Job, dials, grids
 
 # Kept free on each device for what the allocator can't use: an assumption.
 RESERVED = 0.05
+DEFAULT = Calibration()
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,11 @@ def search(job: Job, calibration: Calibration | None = None) -> Found:
     return found
 
 
-def held_by(job: Job, layout: Layout) -> MemoryEstimate:
-    """Bytes of the layout on the fullest device."""
+def held_by(job: Job, layout: Layout, calibration: Calibration | None = None) -> MemoryEstimate:
+    """Bytes of the layout on the fullest device, as its estimate has them."""
     micro_batches = max(1, job.global_batch // (layout.dp * layout.micro_batch))
-    return memory_of(job.arch, layout, seq_len=job.seq_len, micro_batches=micro_batches)
+    flash = (calibration or DEFAULT).flash_attention
+    return memory_of(job.arch, layout, seq_len=job.seq_len, micro_batches=micro_batches, flash=flash)
 
 
 def usable_bytes(job: Job) -> float:
@@ -71,7 +73,7 @@ def _consider(job: Job, group: Iterable[Layout], found: Found, calibration: Cali
     """Of layouts that differ in recomputation: the first that fits, and the first that would with the state on the host."""
     room, moved = usable_bytes(job), False
     for layout in group:
-        memory = held_by(job, layout)
+        memory = held_by(job, layout, calibration)
         if found.smallest is None or memory.total < found.smallest[1]:
             found.smallest = layout, memory.total
         if memory.total <= room:
@@ -85,7 +87,7 @@ def _move(job: Job, layout: Layout, memory: MemoryEstimate, found: Found, calibr
     seconds = offload_seconds(job.topology.device, memory.optimizer)
     if seconds is None:
         return False
-    found.candidates.append(Candidate(layout, True, moved_to_host(_estimate(job, layout, calibration), seconds)))
+    found.candidates.append(Candidate(layout, True, moved_to_host(job, _estimate(job, layout, calibration), seconds)))
     return True
 
 
@@ -95,14 +97,15 @@ def _estimate(job: Job, layout: Layout, calibration: Calibration | None) -> Esti
     )
 
 
-def moved_to_host(estimate: Estimate, seconds: float) -> Estimate:
+def moved_to_host(job: Job, estimate: Estimate, seconds: float) -> Estimate:
     """The estimate with the optimizer's state on the host and ``seconds`` of copies in every step."""
     before, after = estimate.seconds.value, estimate.seconds.value + seconds
+    world, tokens = job.topology.world, float(job.global_batch * job.seq_len)
     return replace(
         estimate,
         seconds=replace(estimate.seconds, value=after, low=estimate.seconds.low, high=estimate.seconds.high + seconds),
         breakdown=estimate.breakdown | {"offload": seconds},
         memory=replace(estimate.memory, optimizer=0.0),
         mfu=estimate.mfu * before / after,
-        kwh_per_token=estimate.kwh_per_token * after / before,
+        kwh_per_token=estimate.kwh_per_token + world * job.topology.device.watts * seconds / 3.6e6 / tokens,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from laneway.cluster.architecture import Architecture
 from laneway.cluster.costs import parameters_of
-from laneway.core import LanewayError
+from laneway.core import InputError
 
 VOCAB = 51_200  # GPT-2's 50,257 tokens padded, as in Narayanan et al., arXiv 2104.04473
 
@@ -30,7 +30,7 @@ def architecture_for(parameters: float, streams: int = 1, vocab: int = VOCAB) ->
     """A GPT of about ``parameters`` parameters, and where its shape comes from.
 
     Raises:
-        LanewayError: no shape comes near.
+        InputError: no shape comes near.
     """
     known = [(gpt(layers, hidden, heads, streams, vocab), source) for layers, hidden, heads, source in PUBLISHED]
     nearest, source = min(known, key=lambda each: abs(math.log(_size(each[0]) / parameters)))
@@ -64,5 +64,6 @@ def _in_proportion(parameters: float, near: Architecture) -> Architecture:
             if best is None or off < best[0]:
                 best = off, shape
     if best is None or abs(_size(best[1]) / parameters - 1) > 0.25:
-        raise LanewayError(f"no shape with about {parameters:.3g} parameters; give arch")
+        accepted = f"a size of which the vocabulary of {near.vocab} leaves something for layers, or arch"
+        raise InputError("model_size", parameters, accepted)
     return best[1]

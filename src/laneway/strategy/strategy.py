@@ -6,19 +6,21 @@ import json
 import logging
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
 from laneway.cluster.architecture import Architecture
+from laneway.cluster.costs import Calibration
 from laneway.cluster.estimate import Estimate
 from laneway.cluster.layout import Layout
 from laneway.cluster.topology import Topology
 from laneway.core import InputError
 from laneway.rundir import replace_file
 from laneway.strategy.checkpoints import CheckpointPolicy
+from laneway.strategy.checks import check_plan
 from laneway.strategy.explain import Alternative, Reason
 from laneway.strategy.files import from_plain, to_plain
 from laneway.strategy.levels import Collective
@@ -48,6 +50,7 @@ class Strategy:
         checkpoint: when and how checkpoints are written.
         predicted: time, memory, traffic and energy of a step.
         reasons, alternatives: each choice with its number and source, and the plans that were not taken.
+        calibration: constants of the prediction; ``scaled_to`` and the comparison with the flat baseline use the same.
     """
 
     model_size: float
@@ -63,6 +66,7 @@ class Strategy:
     predicted: Estimate
     reasons: tuple[Reason, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    calibration: Calibration = field(default_factory=Calibration)
 
     @property
     def world(self) -> int:
@@ -120,13 +124,16 @@ class Strategy:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], field: str = "plan") -> Strategy:
-        """Undo of ``to_dict``; raises InputError naming what is wrong."""
-        if not isinstance(data, Mapping) or data.get("version") != VERSION:
+        """Undo of ``to_dict``.
+
+        Raises:
+            InputError: what is wrong by its dotted name: no such field, no such number, what does not divide or does not fit.
+        """
+        if not isinstance(data, Mapping) or data.get("version") is True or data.get("version") != VERSION:
             given = data.get("version") if isinstance(data, Mapping) else data
             raise InputError(f"{field}.version", given, f"{VERSION}, as `laneway plan --write` writes it")
         plan = from_plain(cls, {name: value for name, value in data.items() if name != "version"}, field)
-        if plan.layout.world != plan.topology.world:
-            raise InputError(f"{field}.layout", plan.layout.world, f"a layout of the topology's {plan.topology.world} devices")
+        check_plan(plan, field)
         return plan
 
     def save(self, path: str | Path) -> Path:
@@ -150,6 +157,6 @@ class Strategy:
             data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except OSError as error:
             raise InputError(field, str(path), "a plan that can be read", error.strerror) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(field, str(path), "a plan in JSON (.json) or TOML", str(error)) from error
         return cls.from_dict(data, field)

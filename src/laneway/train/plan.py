@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from laneway.cluster.architecture import Architecture
 from laneway.core import InputError
@@ -33,7 +33,7 @@ def apply_plan(plan: Strategy, config: TrainConfig) -> TrainConfig:
         InputError: the plan was made for another model or length, or has degrees that the training loop doesn't apply.
     """
     ours, planned = architecture_of(config.model), plan.arch
-    for name in ("layers", "hidden", "heads", "ffn", "vocab", "streams"):
+    for name in (item.name for item in fields(Architecture)):
         if getattr(ours, name) != getattr(planned, name):
             hint = "plan for this run's model with `laneway plan --recipe NAME [--config FILE]`"
             raise InputError(

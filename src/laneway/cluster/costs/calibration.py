@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from laneway.core import InputError, LanewayError, nearest
+from laneway.core import InputError, nearest
 
 __all__ = ["SOURCES", "Calibration"]
 
@@ -79,17 +79,17 @@ class Calibration:
         """Read a probe file: TOML, or JSON by its ending; what it does not name keeps its default.
 
         Raises:
-            LanewayError: the file can't be read.
-            InputError: it is malformed, has an unknown key, or a value is out of range.
+            InputError: the file can't be read, is malformed, has an unknown key, or a value is out of range.
         """
         path = Path(path).expanduser()
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise LanewayError(f"{path}: can't be read ({error})") from error
+            why = f"it can't be read ({getattr(error, 'strerror', None) or error})"
+            raise InputError("calibration", str(path), "a TOML or JSON file", why) from error
         try:
             found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError("calibration", str(path), "a TOML or JSON file", str(error)) from error
         return cls.of(found)
 

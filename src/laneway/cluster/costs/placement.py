@@ -75,10 +75,8 @@ def place(group: Group | Sequence[int] | int | None, topology: Topology) -> Plac
             raise InputError("group", group, f"ranks below {topology.world}")
         if all(level.counts is None for level in topology.levels):
             return _regular(group, tuple(level.size for level in topology.levels))
-        ranks: Sequence[int] = range(0, group.size * group.stride, group.stride)
-    else:
-        ranks = group
-    return _listed(ranks, topology)
+        return _worst(group, tuple(level.counts or (level.size,) for level in topology.levels), topology.world)
+    return _listed(group, topology)
 
 
 @lru_cache(maxsize=65536)
@@ -104,14 +102,33 @@ def _units(group: Group, capacity: int) -> int:
     return ceil(span / capacity) + 1
 
 
+@lru_cache(maxsize=4096)
+def _worst(group: Group, members: tuple[tuple[int, ...], ...], world: int) -> Placement:
+    """Ragged levels: the most units of each level that any copy of the group touches. `members`: each level's counts, or size."""
+    units, unit = [], list(range(world))
+    span = group.size * group.stride
+    starts = [block + offset for block in range(0, world - span + 1, span) for offset in range(group.stride)]
+    for counts in members:
+        unit = _outside(unit, counts)
+        units.append(max(len(set(unit[start : start + span : group.stride])) for start in starts))
+    units[-1] = 1
+    return Placement(group.size, tuple(units))
+
+
+def _outside(unit: Sequence[int], counts: tuple[int, ...]) -> list[int]:
+    """For members of a level, the group of it that each is in; a single count holds for all groups."""
+    if len(counts) == 1:
+        return [member // counts[0] for member in unit]
+    starts = list(accumulate(counts))
+    return [bisect_right(starts, member) for member in unit]
+
+
 def _listed(ranks: Sequence[int], topology: Topology) -> Placement:
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0 or max(ranks) >= topology.world:
         raise InputError("group", list(ranks), f"different ranks from 0 to {topology.world - 1}")
-    unit = dict(zip(ranks, ranks, strict=True))
-    units = []
+    unit, units = list(ranks), []
     for level in topology.levels:
-        starts = list(accumulate(level.counts)) if level.counts is not None else []
-        unit = {rank: bisect_right(starts, member) if starts else member // level.size for rank, member in unit.items()}
-        units.append(len(set(unit.values())))
+        unit = _outside(unit, level.counts or (level.size,))
+        units.append(len(set(unit)))
     units[-1] = 1
     return Placement(len(ranks), tuple(units))

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from laneway.cluster.architecture import Architecture
 from laneway.cluster.costs.calibration import Calibration
-from laneway.cluster.costs.data import DataTraffic, data_traffic
+from laneway.cluster.costs.data import DataTraffic, data_traffic, shared_parameters
 from laneway.cluster.costs.layers import Part, Share, layer_work, optimizer_seconds, readout_work
 from laneway.cluster.costs.matmul import Machine, peak_flops
-from laneway.cluster.costs.memory import layers_of_stage, memory_of, parameters_on_device
+from laneway.cluster.costs.memory import layers_of_stage, memory_of
 from laneway.cluster.costs.pipeline import bubble_seconds
 from laneway.cluster.costs.sizes import flops_per_token
 from laneway.cluster.costs.traffic import Traffic, TrafficModel
@@ -93,12 +93,9 @@ def estimate_step(
     readout = readout_work(arch, share, machine, calibration)
     layers = layers_of_stage(arch, layout)
     boundary = model.boundary()
-    dense, experts, ends = parameters_on_device(arch, layout)
-    data = data_traffic(
-        model, dense + experts + ends, count, layers * layer.forward, layers * (layer.backward + layer.recompute), calibration
-    )
+    data = data_traffic(model, count, layers * layer.forward, layers * (layer.backward + layer.recompute), calibration)
     breakdown = _breakdown(arch, layout, layer, readout, boundary, data, count, model)
-    states = (dense + experts + ends) / (layout.dp_shard * layout.cp)
+    states = sum(part.parameters / part.shards.size for part in shared_parameters(arch, layout))
     breakdown["optimizer"] = optimizer_seconds(states, machine)
     hidden = {part: count * layers * seconds for part, seconds in layer.hidden.items()} | {"data": data.hidden}
     sent = layer.nbytes.times(count * layers) + boundary.times(2 * count * layout.chunks) + data.total
@@ -110,10 +107,16 @@ def estimate_step(
         breakdown=breakdown,
         memory=memory_of(arch, layout, seq_len=seq_len, micro_batches=count, flash=calibration.flash_attention),
         mfu=flops_per_token(arch, seq_len) * tokens / (seconds.value * peak),
-        kwh_per_token=layout.world * topology.device.watts * seconds.value / 3.6e6 / tokens,
+        kwh_per_token=layout.world * _joules(topology, seconds.value, sent) / 3.6e6 / tokens,
         hidden={part: found for part, found in hidden.items() if found},
         bytes_per_level=dict(sent.nbytes),
     )
+
+
+def _joules(topology: Topology, seconds: float, sent: Traffic) -> float:
+    """Energy of one device in a step: its full power, and that of each level for the bytes that it sends over it."""
+    network = sum(level.joules_per_byte * sent.nbytes.get(level.name, 0.0) for level in topology.levels)
+    return topology.device.watts * seconds + network
 
 
 def _layer_pass(arch: Architecture, layout: Layout, share: Share, machine: Machine, model: TrafficModel) -> Pass:
@@ -126,7 +129,8 @@ def _layer_pass(arch: Architecture, layout: Layout, share: Share, machine: Machi
     tensor, expert = model.tensor(), model.expert()
     context = model.context()
     # Ring attention hides its messages behind the product on the blocks that are there; backward sends twice as much.
-    ring = context.seconds * (3 if layout.recompute != "full" else 4)
+    turns = passes + 1
+    ring = context.seconds * turns
     beside = calibration.overlap_fraction * (work.inner.forward + work.inner.backward)
     hidden = min(ring, beside)
     # Backward, gradients of inputs are summed while the products run that give gradients of weights.
@@ -141,7 +145,7 @@ def _layer_pass(arch: Architecture, layout: Layout, share: Share, machine: Machi
         recompute=again.seconds(waits if passes == 3 else 0.0)[0],
         exposed=exposed,
         hidden={"context": hidden, "tensor": covered},
-        nbytes=(tensor + expert).times(passes) + context.times(3),
+        nbytes=(tensor + expert).times(passes) + context.times(turns),
     )
 
 

@@ -116,13 +116,13 @@ class TrafficModel:
     def _pair(self, stride: int, size: int) -> Group:
         return Group(min(2, size), stride)
 
-    def gather(self, parameters: float, messages: int = 1) -> Traffic:
+    def gather(self, parameters: float, shards: Group, messages: int = 1) -> Traffic:
         """Weights of a device from all ranks that share them, in so many messages one after the other."""
-        return self._several("all_gather", parameters * self._element, self._shard_group, messages)
+        return self._several("all_gather", parameters * self._element, shards, messages)
 
-    def scatter(self, parameters: float, messages: int = 1) -> Traffic:
+    def scatter(self, parameters: float, shards: Group, messages: int = 1) -> Traffic:
         """Gradients reduced to the ranks that share them."""
-        return self._several("reduce_scatter", parameters * self.layout.grad_bytes, self._shard_group, messages)
+        return self._several("reduce_scatter", parameters * self.layout.grad_bytes, shards, messages)
 
     def replicate(self, parameters: float, messages: int = 1) -> Traffic:
         """Gradients reduced over replicas; `parameters`: those whose gradients one device holds then."""
@@ -131,7 +131,3 @@ class TrafficModel:
 
     def _several(self, op: str, nbytes: float, group: Group, messages: int) -> Traffic:
         return self._one(op, nbytes / messages, group, self.algorithm).times(messages)
-
-    @property
-    def _shard_group(self) -> Group:
-        return Group(self.layout.cp * self.layout.dp_shard, self.layout.tp)

@@ -97,7 +97,7 @@ def test_streams_stay_apart_under_training(kind):
     before = apart()
     train(model, kind, steps=40, lr=1e-2)
     assert before > 1e-3, "writes differ from the start"
-    assert apart() > 0.8 * before, "they fall together"
+    assert apart() > 0.5 * before, "they fall together"
 
 
 @pytest.mark.parametrize("kind", ONE_EACH)

@@ -50,21 +50,8 @@ def _curve(rows: list[measured.Row], column: str) -> Curve:
 
 
 def main(args: list[str]) -> int:
-    """Write or check; prints one line."""
-    if not (measured.RESULTS / f"{NAME}.csv").is_file():
-        print(f"no benchmarks/results/{NAME}.csv yet: nothing drawn")
-        return 0
-    new = picture.compose(charts(measured.read(NAME)))
-    if TARGET.is_file() and TARGET.read_text("utf-8") == new:
-        print(f"{TARGET.name} is up to date")
-        return 0
-    if "--check" in args:
-        print(f"{TARGET.name} is not up to date: run python docs/hooks/levels_picture.py", file=sys.stderr)
-        return 1
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(new, "utf-8")
-    print(f"wrote {TARGET.name}")
-    return 0
+    """Write or check."""
+    return picture.publish(NAME, TARGET, lambda rows: picture.compose(charts(rows)), "--check" in args)
 
 
 if __name__ == "__main__":

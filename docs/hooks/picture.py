@@ -7,6 +7,7 @@ reader's light or dark setting; the ground is opaque, so that the picture is rea
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -105,22 +106,27 @@ def _style() -> str:
     return f"{blocks[0]}@media (prefers-color-scheme:dark){{{blocks[1]}}}{classes}{RULES}".replace("\n", "")
 
 
-def main(args: list[str]) -> int:
-    """Write or check; prints one line."""
-    if not (measured.RESULTS / f"{NAME}.csv").is_file():
-        print(f"no benchmarks/results/{NAME}.csv yet: nothing drawn")
+def publish(name: str, target: Path, draw: Callable[[list[measured.Row]], str], check: bool) -> int:
+    """Draw the rows of a table into ``target``, or check that it is as drawn; prints one line, returns the exit code."""
+    if not (measured.RESULTS / f"{name}.csv").is_file():
+        print(f"no benchmarks/results/{name}.csv yet: nothing drawn")
         return 0
-    new = picture(measured.read(NAME))
-    if TARGET.is_file() and TARGET.read_text("utf-8") == new:
-        print(f"{TARGET.name} is up to date")
+    new = draw(measured.read(name))
+    if target.is_file() and target.read_text("utf-8") == new:
+        print(f"{target.name} is up to date")
         return 0
-    if "--check" in args:
-        print(f"{TARGET.name} is not up to date: run `make figures`", file=sys.stderr)
+    if check:
+        print(f"{target.name} is not up to date: run `make figures`", file=sys.stderr)
         return 1
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(new, "utf-8")
-    print(f"wrote {TARGET.name}")
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(new, "utf-8")
+    print(f"wrote {target.name}")
     return 0
+
+
+def main(args: list[str]) -> int:
+    """Write or check."""
+    return publish(NAME, TARGET, picture, "--check" in args)
 
 
 if __name__ == "__main__":

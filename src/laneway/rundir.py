@@ -15,6 +15,7 @@ A row that a kill left half-written at the end of a file is skipped; a broken ro
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -27,6 +28,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from laneway.core import InputError, LanewayError
+
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What an OSError says where a file finds no room: disk, quota or the limit on a file's size."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +193,14 @@ def _drop_torn_tail(file: BinaryIO) -> None:
         file.truncate(keep)
 
 
+def event_row(kind: str, step: int, **fields: Any) -> dict[str, Any]:
+    """A row of ``events.jsonl``, with the time of day in seconds."""
+    return {"time": time.time(), "step": step, "kind": kind, **fields}
+
+
 def append_event(run: RunDirectory, kind: str, step: int, **fields: Any) -> None:
     """Append one event with the time of day in seconds."""
-    append_row(run.events, {"time": time.time(), "step": step, "kind": kind, **fields})
+    append_row(run.events, event_row(kind, step, **fields))
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -13,7 +13,6 @@ import tyro
 
 from laneway.cli._parse import parse
 from laneway.cluster.architecture import Architecture
-from laneway.cluster.topology import Topology
 from laneway.core import InputError, choice
 from laneway.strategy.auto import auto_config
 from laneway.strategy.flat import compared_with_flat
@@ -109,7 +108,7 @@ def make(asked: Plan) -> Strategy:
 
         options["calibration"] = Calibration.load(asked.probe)
     chosen = {name: value for name, value in options.items() if value is not None}
-    return auto_config(asked.model_size, topology_of(asked.topology), fixed=fixed, **chosen)
+    return auto_config(asked.model_size, asked.topology, fixed=fixed, **chosen)
 
 
 def of_recipe(asked: Plan) -> tuple[Architecture, dict[str, Any]]:
@@ -125,11 +124,6 @@ def of_recipe(asked: Plan) -> tuple[Architecture, dict[str, Any]]:
             raise problem
     own = {"seq_len": settings.model.context, "global_batch": settings.batch_size, "precision": settings.precision}
     return architecture_of(settings.model), own
-
-
-def topology_of(text: str | None) -> Topology | Path | str | None:
-    """A description, or the file of that name."""
-    return Path(text) if text is not None and text.endswith(".toml") else text
 
 
 def dry(plan: Strategy) -> tuple[dict[str, Any], str]:

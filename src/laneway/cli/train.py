@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -18,7 +18,6 @@ from laneway.core import InputError, LanewayError, choice
 from laneway.memory.config import from_environment
 from laneway.recipes import DEFAULT, RECIPES
 from laneway.rundir import RunDirectory
-from laneway.strategy.strategy import Strategy
 from laneway.train.config import TrainConfig
 from laneway.train.loop import TrainResult, train
 from laneway.train.metrics import plain
@@ -27,6 +26,9 @@ from laneway.train.plan import apply_plan, check_world
 from laneway.train.progress import duration
 from laneway.train.resume import saved_config
 from laneway.train.settings import differences, merge, read_toml
+
+if TYPE_CHECKING:
+    from laneway.strategy.strategy import Strategy
 
 _MEMORY_FLAG = re.compile("^--memory-")  # --memory-budget is short for --memory.budget
 
@@ -100,7 +102,14 @@ def starting_config(request: Request) -> TrainConfig:
         config, problems = merge(config, read_toml(request.config_file))
         for problem in problems:
             raise problem
-    return config if request.plan_file is None else apply_plan(Strategy.load(request.plan_file), config)
+    return config if request.plan_file is None else apply_plan(read_plan(request.plan_file), config)
+
+
+def read_plan(path: Path) -> Strategy:
+    """The plan in a file. The planner is imported here, since most runs have none."""
+    from laneway.strategy.strategy import Strategy
+
+    return Strategy.load(path)
 
 
 def planned(request: Request) -> Strategy | None:
@@ -111,7 +120,7 @@ def planned(request: Request) -> Strategy | None:
     """
     if request.plan_file is None:
         return None
-    plan = Strategy.load(request.plan_file)
+    plan = read_plan(request.plan_file)
     check_world(plan, int(os.environ.get("WORLD_SIZE", "1")))
     for name, (wanted, given) in differences(apply_plan(plan, request.settings), request.settings).items():
         raise InputError(name, given, f"{wanted}, as the plan has it", "leave the flag out, or plan again")

@@ -15,6 +15,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from laneway.core import InputError, LanewayError
+from laneway.rundir import FULL_DISK
 
 try:
     import fcntl
@@ -22,7 +23,6 @@ except ImportError:  # not a POSIX system
     fcntl = None
 
 CACHE_VARIABLE = "LANEWAY_CACHE"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
@@ -109,7 +109,7 @@ def remove_leftovers(final: Path) -> None:
 
 def _failure(path: Path, error: OSError) -> LanewayError:
     """What to tell of an error of the file system, after everything half-written is gone."""
-    if error.errno not in _FULL:
+    if error.errno not in FULL_DISK:
         return LanewayError(f"{path} could not be built: {error}")
     free = shutil.disk_usage(path.parent).free
     return LanewayError(

@@ -17,7 +17,7 @@ from laneway.cluster.layout import Layout
 from laneway.connections import shard_connections
 from laneway.memory.watch import find_blocks
 
-__all__ = ["blocks_of", "data_parallel_kind", "replicate", "shard"]
+__all__ = ["blocks_of", "data_parallel_kind", "own_buffers", "replicate", "shard"]
 
 
 def data_parallel_kind(layout: Layout) -> str:
@@ -61,7 +61,7 @@ def replicate(model: nn.Module, layout: Layout, mesh: DeviceMesh, device: torch.
     group = mesh.get_group("dp_replicate")
     devices = None if device.type == "cpu" else [device.index]
     ddp = DistributedDataParallel(
-        model, device_ids=devices, process_group=group, gradient_as_bucket_view=True, **_own_buffers(), **options
+        model, device_ids=devices, process_group=group, gradient_as_bucket_view=True, **own_buffers(), **options
     )
     if layout.grad_bytes == 2:
         ddp.register_comm_hook(group, _bf16_mean)
@@ -76,7 +76,7 @@ def _bf16_mean(group, bucket):  # DDP reads annotations as types, so none as tex
     return work.get_future().then(lambda _: whole.copy_(sent))
 
 
-def _own_buffers() -> dict[str, Any]:
-    """DDP's option to leave buffers alone, by its name in this torch."""
+def own_buffers() -> dict[str, Any]:
+    """DDP's option to leave buffers alone (ours are tables that every rank computes alike), by its name in this torch."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

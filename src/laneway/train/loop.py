@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,13 +26,13 @@ from torch import Tensor
 from laneway.checkpoint import CheckpointStore, export
 from laneway.checkpoint.atomic import explain
 from laneway.core import Extension, InputError, LanewayError
-from laneway.rundir import RunDirectory, replace_file
-from laneway.strategy.strategy import Strategy
+from laneway.rundir import RunDirectory, event_row, replace_file
+from laneway.strategy.norms import local
 from laneway.train.config import TrainConfig
 from laneway.train.environment import describe_environment
 from laneway.train.faults import NonfiniteGuard, StopRequest
 from laneway.train.metrics import MetricsWriter, StepClock, peak_bytes, plain
-from laneway.train.parallel import local, resolve
+from laneway.train.parallel import resolve
 from laneway.train.patient import PatientRows
 from laneway.train.place import claimed, free_folder
 from laneway.train.progress import Display
@@ -42,6 +42,9 @@ from laneway.train.sample import NonfiniteLogitsError
 from laneway.train.schedule import learning_rate
 from laneway.train.settings import to_toml
 from laneway.train.workbench import Workbench, build
+
+if TYPE_CHECKING:
+    from laneway.strategy.strategy import Strategy
 
 EXPORT = "export"  # folder in the run directory
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both int64 [b, t]
@@ -347,7 +350,7 @@ class _Training:
 
     def _event(self, kind: str, **fields: Any) -> None:
         if self.ranks.first:
-            self.events.append({"time": time.time(), "step": self.done, "kind": kind, **fields})
+            self.events.append(event_row(kind, self.done, **fields))
 
     def _notice(self, message: str) -> None:
         self._event("notice", message=message)

@@ -20,10 +20,9 @@ from laneway.memory.manager import MemoryManager
 from laneway.memory.reduce import Agreement, reduce_gradients
 from laneway.memory.summary import metrics_of, summary
 from laneway.memory.survive import Survivor
-from laneway.rundir import replace_file
+from laneway.rundir import FULL_DISK, replace_file
 from laneway.train.config import TrainConfig
 from laneway.train.parallel import Parallel
-from laneway.train.patient import FULL
 
 T = TypeVar("T")
 _log = logging.getLogger("laneway")
@@ -113,7 +112,7 @@ def _write(path: Path, data: bytes) -> None:
     try:
         replace_file(path, data)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in FULL_DISK:
             raise
         _log.warning("%s could not be written: %s", path, error.strerror)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laneway.connections import block_length, shard_connections
 from laneway.core import InputError, LanewayError
 from laneway.models.gpt import GPT
+from laneway.strategy.data_parallel import own_buffers
 from laneway.train.config import TrainConfig
 from laneway.train.ranks import Ranks
 
@@ -105,7 +104,7 @@ def parallelise(model: GPT, config: TrainConfig, ranks: Ranks) -> Parallel:
     call: nn.Module = model
     if kind == "ddp":
         devices = None if ranks.device.type == "cpu" else [ranks.device.index]
-        call = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **_own_buffers())
+        call = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **own_buffers())
     elif kind == "fsdp":
         _shard(model, config, ranks)
     return Parallel(model, call, kind, config.precision, ranks.device, config.compile)
@@ -124,22 +123,11 @@ def _shard(model: GPT, config: TrainConfig, ranks: Ranks) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def _own_buffers() -> dict[str, Any]:
-    """DDP's option to leave buffers alone (ours are tables that every rank computes alike), by its name in this torch."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
-
-
 def _need_compiler(device: torch.device) -> None:
     if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
         raise LanewayError(
             "compile: torch.compile needs a C++ compiler on the CPU and none was found; install g++ or leave --compile out"
         )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that FSDP2 sharded; the tensor itself where it is not."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 from collections import deque
 from pathlib import Path
 from typing import Any
 
-from laneway.rundir import append_row
+from laneway.rundir import FULL_DISK, append_row
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 MOST_WAITING = 1 << 16
 
 
@@ -31,7 +29,7 @@ class PatientRows:
         try:
             self.flush()
         except OSError as error:
-            if not self.patient or error.errno not in FULL:
+            if not self.patient or error.errno not in FULL_DISK:
                 self.waiting.pop()
                 raise
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import TYPE_CHECKING
 
 from laneway.cluster.architecture import Architecture
 from laneway.core import InputError
 from laneway.models.gpt import GPTConfig
-from laneway.strategy.strategy import Strategy
 from laneway.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from laneway.strategy.strategy import Strategy
 
 
 def architecture_of(model: GPTConfig) -> Architecture:

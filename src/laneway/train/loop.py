@@ -1,8 +1,8 @@
 """The training loop. One step, in order:
 
-    extensions begin → batch → forward and backward of each micro-batch → extensions see the gradients → one sum of loss
-    and stop requests over the ranks → clip, update (or skip, if a number is not finite) → extensions end → probe and
-    validate where due → metrics row → checkpoint where due
+    extensions begin → batch → forward and backward of each micro-batch → extensions see the gradients → one sum over the
+    ranks: loss, stop requests, what extensions share → clip, update (or skip, if a number is not finite) → extensions end →
+    probe and validate where due → metrics row → checkpoint where due
 
 The loop holds a list of extensions and knows none by name. Whatever depends on a number or a signal is decided from values
 that are the same on every rank, so all ranks take the same path.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from laneway.checkpoint import CheckpointStore, export
 from laneway.checkpoint.atomic import explain
-from laneway.core import Extension, InputError, LanewayError
+from laneway.core import Extension, InputError, LanewayError, SharesStatistics
 from laneway.rundir import RunDirectory, event_row, replace_file
 from laneway.strategy.norms import local
 from laneway.train.config import TrainConfig
@@ -167,6 +167,10 @@ class _Training:
     # -- the parts of a run, in order
 
     def _begin(self, resume: bool) -> None:
+        for extension in self.extensions:
+            if isinstance(extension, SharesStatistics):
+                extension.share(self.bench.stepper.shared)
+        self.bench.stepper.shared.seal()
         if resume:
             self.saved = self.store.latest_step()
             if self.saved is None and self.store.steps():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laneway.cluster.recover import LostContactError, Watch, rebuild
+from laneway.cluster.recover import LostContactError, Watch, another, rebuild
 
 LIMIT = 2.0
 PATIENT = timedelta(seconds=60)
@@ -105,7 +105,7 @@ def join(port: int, rank: int, size: int, limit: float = LIMIT, master: bool = F
     """A process group and a watch over one store."""
     store = dist.TCPStore("127.0.0.1", port, None, master, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=PATIENT)
-    return Watch(dist.PrefixStore("watch", store.clone()), rank, size, limit=limit), store
+    return Watch(dist.PrefixStore("watch", another(store)), rank, size, limit=limit), store
 
 
 def until_lost(watch: Watch, step: Callable[[], Any], seconds: float = 30.0) -> Found:

@@ -1,4 +1,4 @@
-"""A run whose ranks lose each other ends on all of them, with one line that says who is lost, so that torchrun starts it again."""
+"""A run whose ranks lose each other ends on all of them, with one line that says who: torchrun then starts it again."""
 
 from __future__ import annotations
 

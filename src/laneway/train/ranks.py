@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from laneway.cluster.recover import Watch, bury
+from laneway.cluster.recover import Watch, another, bury
 from laneway.cluster.recover.attempt import attempt_store
 from laneway.core import InputError, LanewayError
 from laneway.train.contact import Contact
@@ -137,7 +137,7 @@ def ranks_of_run(device: str = "auto", failure_timeout: float = 0.0) -> Generato
     try:
         store = attempt_store(rank, world_size) if ours else None
         if store is not None and failure_timeout:
-            apart = dist.PrefixStore("watch", store.clone())
+            apart = dist.PrefixStore("watch", another(store))
             contact = Contact(Watch(apart, rank, world_size, limit=failure_timeout))
         if ours:
             _join(chosen, store, rank, world_size)
@@ -162,8 +162,8 @@ def _join(device: torch.device, store: dist.Store | None, rank: int, world_size:
     backend = "gloo"
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    place = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
-    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device, **place)
+    own = None if device.type == "cpu" else device
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=own)
 
 
 def _leave() -> None:

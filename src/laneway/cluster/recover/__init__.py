@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from laneway.cluster.recover.board import another
 from laneway.cluster.recover.errors import (
     CollectiveFailedError,
     CutOffError,
@@ -19,6 +20,7 @@ __all__ = [
     "MinorityError",
     "RankLostError",
     "Watch",
+    "another",
     "bury",
     "leave",
     "rebuild",

@@ -10,13 +10,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from laneway.cluster.recover.members import Member
 from laneway.core import LanewayError
 
-__all__ = ["Board", "Flags", "Sign"]
+__all__ = ["Board", "Flags", "Sign", "another"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ class Flags:
     call: bytes
     verdict: bytes
     world: bytes
+
+
+def another(store: dist.Store) -> dist.Store:
+    """The same store over a connection of its own, for another thread."""
+    known: Any = store  # torch's type stubs lack the method
+    return known.clone()
 
 
 class Board:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from laneway.cluster.recover.board import another
 from laneway.cluster.recover.watch import Watch
 
 __all__ = ["bury", "leave", "rebuild"]
@@ -61,10 +62,8 @@ def rebuild(
         backend = str(dist.get_backend_config()) if dist.is_initialized() else "gloo"
     members = watch.next_world(at_least=at_least, patience=patience)
     bury()
-    store = dist.PrefixStore(f"group/{watch.generation}", watch.store.clone())
-    watch.watched(
-        dist.init_process_group, backend, store=store, rank=watch.rank, world_size=len(members), timeout=timeout
-    )
+    store = dist.PrefixStore(f"group/{watch.generation}", another(watch.store))
+    watch.watched(dist.init_process_group, backend, store=store, rank=watch.rank, world_size=len(members), timeout=timeout)
     return len(members)
 
 

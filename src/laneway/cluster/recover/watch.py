@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from laneway.cluster.recover.beat import Beat
-from laneway.cluster.recover.board import Board
+from laneway.cluster.recover.board import Board, another
 from laneway.cluster.recover.errors import (
     CollectiveFailedError,
     CutOffError,
@@ -50,7 +50,7 @@ class Watch:
     A sign comes from a Python thread: code that holds the interpreter's lock for as long as ``limit`` looks frozen.
 
     Args:
-        store: a client for this watch alone (``store.clone()``), under a prefix of its own.
+        store: a client for this watch alone (``another(store)``), under a prefix of its own.
         rank: this rank, below ``size``.
         size: number of ranks.
         limit: seconds without a sign after which a rank is lost. A process that is gone is noticed in a third of it.
@@ -90,7 +90,7 @@ class Watch:
         """Over all ranks of the default process group, by another connection to its store. Collective."""
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0)
-        store = dist.PrefixStore(f"laneway/watch/{name[0]}", distributed_c10d._get_default_store().clone())
+        store = dist.PrefixStore(f"laneway/watch/{name[0]}", another(distributed_c10d._get_default_store()))
         return cls(store, dist.get_rank(), dist.get_world_size(), limit=limit, timeout=timeout)
 
     # -- what is known

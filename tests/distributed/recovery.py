@@ -178,7 +178,9 @@ def cut(size: int, far: tuple[int, ...]) -> Found:
     def body(rank: int) -> Found:
         watch, _ = join(valve.port if rank in far else stage.port, rank, size)
         found = until_lost(watch, flat())
-        return found | go_on(watch, float(rank))
+        found |= go_on(watch, float(rank))
+        time.sleep(LIMIT if rank in far else 0)  # its process is there until the others have gone on
+        return found
 
     for rank in range(size):
         stage.fork(rank, body)

@@ -26,7 +26,7 @@ class Beat:
         members: the world, this rank among them.
         ident: this rank's.
         on_verdict: called once a generation with what the ranks were told.
-        on_break: called once, where the store answers no more.
+        on_break: called once, where the store's connection broke: why, and whose processes are gone.
         on_world: called with the idents of a new generation.
     """
 
@@ -39,7 +39,7 @@ class Beat:
         ident: int,
         *,
         on_verdict: Callable[[Verdict], None],
-        on_break: Callable[[str], None],
+        on_break: Callable[[str, list[int]], None],
         on_world: Callable[[list[int]], None],
     ) -> None:
         self.thread = threading.Thread(target=self._run, name="laneway-beat", daemon=True)
@@ -92,7 +92,8 @@ class Beat:
                 going = self._round()
             except Exception as error:  # noqa: BLE001 - a thread that ends unseen would leave all waiting for ever
                 if not self.leaving:
-                    self.on_break((str(error) or type(error).__name__).splitlines()[0])
+                    others = [ident for ident in self.members if ident != self.ident]
+                    self.on_break((str(error) or type(error).__name__).splitlines()[0], self._gone(others))
                 break
             self.contact = started
             self._wake.wait(max(0.0, started + self.limits.beat - time.monotonic()))

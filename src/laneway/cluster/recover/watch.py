@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
@@ -249,12 +249,14 @@ class Watch:
         text = f"lost {describe(lost, size)}: {verdict.why}; noticed by rank {by.rank}"
         self._fail(RankLostError(text, lost, speaks=self.ident == left[0]))
 
-    def _broken(self, why: str) -> None:
+    def _broken(self, why: str, gone: Sequence[int] = ()) -> None:
         host, port = self.endpoint
+        lost, size = [self._member(ident) for ident in gone], len(self.members)
         machine = self._member(self.ident).machine
-        first = next(member.ident for member in self.members if member.machine == machine)
-        text = f"rank {self.rank} of {len(self.members)} lost the store at {host}:{port}: {why}; it must stop"
-        self._fail(CutOffError(text, speaks=self.ident == first))
+        first = next(member.ident for member in self.members if member.machine == machine and member not in lost)
+        also = f"; {describe(lost, size)}: process gone too" if lost else ""
+        text = f"rank {self.rank} of {size} lost the store at {host}:{port}: {why}{also}; it must stop"
+        self._fail(CutOffError(text, lost, speaks=self.ident == first))
 
     def _new_world(self, idents: list[int]) -> None:
         if self.ident in idents:

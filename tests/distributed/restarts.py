@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # DDP loads it; once here is cheaper than in each rank
 import torch.distributed as dist
+import torch.distributed.checkpoint
 
 from laneway.cli import main as laneway
 from laneway.rundir import RunDirectory

@@ -1,8 +1,8 @@
 """The network itself: namespaces, bridges, veth pairs and token buckets, built and changed with ``ip`` and ``tc``.
 
-It is made in the network namespace of the caller, which becomes the switch; the caller must be in mount and network namespaces of its
-own. A rate is a token bucket (tc-tbf) at the sending end. Its burst is small, because it is credit that a link hands out after
-a pause; its queue holds more than all TCP windows together, so that nothing is dropped and byte counts are exact.
+It is made in the network namespace of the caller, which becomes the switch; the caller must be in mount and network namespaces
+of its own. A rate is a token bucket (tc-tbf) at the sending end. Its burst is small, because it is credit that a link hands out
+after a pause; its queue holds more than all TCP windows together, so that nothing is dropped and byte counts are exact.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _torchrun(arguments: list[str]) -> int:
     try:
         main(arguments)
     except SystemExit as end:
-        return int(end.code or 0) if isinstance(end.code, int | None) else 1
+        return (end.code or 0) if isinstance(end.code, int | None) else 1
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
         return 1

@@ -36,6 +36,7 @@ class Stage:
         self.server: dist.TCPStore | None = None
         self.port = 0
         self._pipes: dict[int, int] = {}
+        self._ready = os.pipe()
 
     def host(self) -> None:
         """Serve a store from the parent, as torchrun's agent does."""
@@ -74,18 +75,58 @@ class Stage:
             self.said[rank] = json.loads(text) if text else ({"hung": True} if rank in hung else None)
         return self.said
 
+    def step(self) -> Callable[[], None]:
+        """A collective to repeat; its first time tells the parent that this rank is there."""
+        step, first = flat(), [True]
+
+        def repeated() -> None:
+            step()
+            if first:
+                first.clear()
+                os.write(self._ready[1], b"x")
+
+        return repeated
+
+    def wait(self) -> None:
+        """Until all ranks have done a collective."""
+        for _ in range(self.size):
+            os.read(self._ready[0], 1)
+        time.sleep(0.2)
+
     def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
         os.kill(self.processes[rank], number)
         return time.monotonic()
 
 
 class Valve:
-    """A relay to the store that can be shut without closing a connection, as a cut cable does."""
+    """A relay to the store that can be shut without closing a connection, as a cut cable does.
 
-    def __init__(self, port: int) -> None:
+    A process of its own: whoever forks must have no threads, as a lock that one of them holds is never free again in the child.
+    """
+
+    def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port, self.target, self.open = self.listener.getsockname()[1], port, True
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.port, self.open, self.target = self.listener.getsockname()[1], True, 0
+        reading, self.control = os.pipe()
+        self.process = os.fork()
+        if self.process == 0:
+            self.target = int(os.read(reading, 16))
+            threading.Thread(target=self._accept, daemon=True).start()
+            os.read(reading, 1)
+            self.open = False
+            time.sleep(60)
+            os._exit(0)
+
+    def begin(self, target: int) -> None:
+        os.write(self.control, f"{target}".encode())
+
+    def shut(self) -> float:
+        os.write(self.control, b"x")
+        return time.monotonic()
+
+    def end(self) -> None:
+        os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
 
     def _accept(self) -> None:
         while True:
@@ -99,6 +140,7 @@ class Valve:
             b.sendall(data)
         while not self.open:
             time.sleep(0.05)
+        b.close()
 
 
 def join(port: int, rank: int, size: int, limit: float = LIMIT, master: bool = False) -> tuple[Watch, dist.Store]:
@@ -148,7 +190,7 @@ def lose(size: int, *ranks: int, how: int = signal.SIGKILL, again: int | None = 
 
     def body(rank: int) -> Found:
         watch, _ = join(stage.port, rank, size)
-        found = until_lost(watch, flat())
+        found = until_lost(watch, stage.step())
         found |= go_on(watch, float(rank))
         if again is not None and "size" in found:
             if found["rank"] == again:
@@ -160,7 +202,7 @@ def lose(size: int, *ranks: int, how: int = signal.SIGKILL, again: int | None = 
 
     for rank in range(size):
         stage.fork(rank, body)
-    time.sleep(1.0)
+    stage.wait()
     when = [stage.kill(rank, how) for rank in ranks]
     if how == signal.SIGSTOP:
         time.sleep(LIMIT + 1.5)
@@ -171,23 +213,24 @@ def lose(size: int, *ranks: int, how: int = signal.SIGKILL, again: int | None = 
 
 def cut(size: int, far: tuple[int, ...]) -> Found:
     """The ranks in ``far`` can't reach the store any more, and no connection is closed."""
-    stage = Stage(size)
+    stage, valve = Stage(size), Valve()
     stage.host()
-    valve = Valve(stage.port)
+    valve.begin(stage.port)
 
     def body(rank: int) -> Found:
         watch, _ = join(valve.port if rank in far else stage.port, rank, size)
-        found = until_lost(watch, flat())
+        found = until_lost(watch, stage.step())
         found |= go_on(watch, float(rank))
         time.sleep(LIMIT if rank in far else 0)  # its process is there until the others have gone on
         return found
 
     for rank in range(size):
         stage.fork(rank, body)
-    time.sleep(1.5)
-    valve.open = False
-    when = time.monotonic()
-    return {"ranks": stage.collect(30), "when": when}
+    stage.wait()
+    when = valve.shut()
+    ranks = stage.collect(30)
+    valve.end()
+    return {"ranks": ranks, "when": when}
 
 
 def store_host() -> Found:
@@ -198,11 +241,11 @@ def store_host() -> Found:
 
     def body(rank: int) -> Found:
         watch, _ = join(stage.port, rank, 3, master=rank == 0)
-        return until_lost(watch, flat()) | go_on(watch, 1.0)
+        return until_lost(watch, stage.step()) | go_on(watch, 1.0)
 
     for rank in range(3):
         stage.fork(rank, body)
-    time.sleep(1.0)
+    stage.wait()
     when = stage.kill(0)
     return {"ranks": stage.collect(30), "when": when}
 
@@ -266,9 +309,23 @@ CASES: dict[str, Callable[[], Found]] = {
 }
 
 
+def apart(case: Callable[[], Found]) -> Found:
+    """The case in a process of its own, which began with one thread."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writing, json.dumps(case()).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        text = stream.read()
+    os.waitpid(pid, 0)
+    return json.loads(text)
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    print(json.dumps({name: CASES[name]() for name in sys.argv[1:]}))
+    print(json.dumps({name: apart(CASES[name]) for name in sys.argv[1:]}))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import tyro
 from laneway.bench import BENCHES
 from laneway.cli._bench_job import Job, job_of
 from laneway.cli._bench_simulated import planner_job, policies_job
+from laneway.cli._bench_stability import stability_job
 from laneway.cli._parse import parse
 from laneway.core import InputError, choice
 
@@ -389,6 +390,7 @@ COMMANDS = {
     "step": _step,
     "memory": _memory,
     "quality": _quality,
+    "stability": stability_job,
     "modalities": _modalities,
     "precision": _precision,
     "hf": _hf,

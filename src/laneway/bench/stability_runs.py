@@ -23,8 +23,8 @@ from laneway.train.schedule import learning_rate
 from laneway.train.workbench import seed_all
 
 # A run has diverged when the loop's own guard would stop it, when it ends no better than a uniform guess over the bytes, or when
-# it climbs back: the mean of its last tenth lies CLIMB nats over its best stretch of as many steps.
-CLIMB = 0.5
+# it climbs back: its last validation lies CLIMB nats over the best of those after each quarter.
+CLIMB, QUARTERS = 0.3, 4
 # A fault is over when the loss on the same batches stays less than TOLERANCE nats over the twin's, in means of WINDOW steps.
 TOLERANCE, WINDOW = 0.05, 5
 
@@ -56,7 +56,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Curves:
-    """What a cell's runs did: [steps, R] each, validation loss [R]."""
+    """What a cell's runs did: [steps, R] each; validation loss [quarters, R]."""
 
     loss: np.ndarray
     norm: np.ndarray
@@ -102,7 +102,7 @@ def train_cell(variant: str, condition: Condition, seeds: Sequence[int], shape: 
     began = time.process_time()
     replicas, extensions = build_replicas(variant, condition, seeds, shape)
     loaders = [BatchLoader(corpus.train, shape.context, shape.batch_size, seed) for seed in seeds]
-    optimizer, found = replicas.config, []
+    optimizer, found, validation = replicas.config, [], []
     for step in range(1, shape.steps + 1):
         _each(extensions, "on_step_begin", step)
         inputs, targets = (torch.stack(parts) for parts in zip(*map(next, loaders), strict=True))
@@ -115,11 +115,13 @@ def train_cell(variant: str, condition: Condition, seeds: Sequence[int], shape: 
         outcome = replicas.step(inputs, targets, learning_rate(optimizer, step, shape.steps), after)
         _each(extensions, "on_step_end", step, {})
         found.append(outcome)
+        if step % max(1, shape.steps // QUARTERS) == 0 or step == shape.steps:
+            validation.append(_validate(replicas, shape, corpus))
     columns = [
         torch.stack([getattr(outcome, name) for outcome in found]).double().numpy()
         for name in ("loss", "norm", "finite", "gain_forward", "gain_backward")
     ]
-    return Curves(*columns, _validate(replicas, shape, corpus), time.process_time() - began)
+    return Curves(*columns, np.stack(validation), time.process_time() - began)
 
 
 def _each(extensions: list[list], call: str, step: int, *rest: dict) -> None:
@@ -138,13 +140,12 @@ def _validate(replicas: Replicas, shape: Shape, corpus: Corpus) -> np.ndarray:
 def _row(variant: str, name: str, seed: int, index: int, shape: Shape, curves: Curves, clean: Curves) -> Row:
     condition = CONDITIONS[name]
     loss, finite = curves.loss[:, index], curves.finite[:, index] > 0
-    why, step = verdict(loss, finite, float(curves.val_loss[index]), TrainConfig().max_nonfinite)
+    val_loss = curves.val_loss[:, index]
+    why, step = verdict(finite, val_loss, TrainConfig().max_nonfinite)
     recovery = None
     if condition.fault:
         recovery = recovery_steps(loss, clean.loss[:, index], onset(shape.steps) - 1)
-    gains = {
-        f"gain_{way}_max": _largest(getattr(curves, f"gain_{way}")[:, index], finite) for way in ("forward", "backward")
-    }
+    gains = {f"gain_{way}_max": _largest(getattr(curves, f"gain_{way}")[:, index]) for way in ("forward", "backward")}
     return {
         "variant": variant,
         "condition": name,
@@ -161,39 +162,35 @@ def _row(variant: str, name: str, seed: int, index: int, shape: Shape, curves: C
         "why": why,
         "diverged_step": step,
         "nonfinite_steps": int((~finite).sum()),
-        "train_loss": float(loss[-_tenth(loss) :].mean()),
-        "val_loss": float(curves.val_loss[index]),
-        "val_excess": float(curves.val_loss[index] - clean.val_loss[index]) if condition.fault else None,
+        "train_loss": float(loss[-max(1, len(loss) // 10) :].mean()),
+        "val_loss": float(val_loss[-1]),
+        "val_excess": float(val_loss[-1] - clean.val_loss[-1, index]) if condition.fault else None,
         "recovery_steps": recovery,
-        "grad_norm_max": _largest(curves.norm[:, index], finite),
+        "grad_norm_max": _largest(curves.norm[:, index]),
         **gains,
         "cpu_s": curves.cpu_s / curves.loss.shape[1],
     }
 
 
-def _tenth(loss: np.ndarray) -> int:
-    return max(1, len(loss) // 10)
-
-
-def _largest(values: np.ndarray, finite: np.ndarray) -> float | None:
-    """Largest finite value over the run, those of skipped steps included where they are finite; None where there is none."""
+def _largest(values: np.ndarray) -> float | None:
+    """Largest finite value over the run; None where there is none."""
     kept = values[np.isfinite(values)]
     return float(kept.max()) if len(kept) else None
 
 
-def verdict(loss: np.ndarray, finite: np.ndarray, val_loss: float, patience: int) -> tuple[str, int | None]:
-    """("nonfinite", step at which the loop would stop), ("guess" or "climbed", last step), or ("", None): not diverged."""
+def verdict(finite: np.ndarray, val_loss: np.ndarray, patience: int) -> tuple[str, int | None]:
+    """("nonfinite", step at which the loop would stop), ("guess" or "climbed", last step), or ("", None): not diverged.
+
+    ``finite`` [steps]: which steps were; ``val_loss``: the run's validations.
+    """
     guard = NonfiniteGuard(patience)
     for step, fine in enumerate(finite.tolist(), start=1):
         guard.see(fine)
         if guard.exhausted:
             return "nonfinite", step
-    if not math.isfinite(val_loss) or val_loss >= math.log(256):
-        return "guess", len(loss)
-    tenth = _tenth(loss)
-    known = loss[np.isfinite(loss)]
-    means = np.convolve(known, np.ones(tenth) / tenth, "valid")
-    return ("climbed", len(loss)) if means[-1] > means.min() + CLIMB else ("", None)
+    if not val_loss[-1] < math.log(256):
+        return "guess", len(finite)
+    return ("climbed", len(finite)) if val_loss[-1] > np.nanmin(val_loss) + CLIMB else ("", None)
 
 
 def recovery_steps(loss: np.ndarray, twin: np.ndarray, onset: int) -> int | None:

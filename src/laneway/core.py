@@ -89,3 +89,30 @@ class Extension(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo of ``state_dict``."""
+
+
+class Statistics(Protocol):
+    """Named vectors of fixed size that all ranks reduce together, once a step, in one collective.
+
+    ``values`` are numbers or a tensor; what ``get`` returns is a tensor, None before the first step has ended.
+    """
+
+    def add(self, name: str, size: int = 1, op: str = "sum") -> None:
+        """Make room for ``size`` numbers, reduced by ``op``: ``sum``, ``max`` or ``gather``."""
+
+    def put(self, name: str, values: Any) -> None:
+        """This rank's values in the step that is under way."""
+
+    def get(self, name: str) -> Any:
+        """The reduced values of the last step: [size], or of ``gather`` [ranks, size]."""
+
+
+@runtime_checkable
+class SharesStatistics(Protocol):
+    """An extension that has numbers to share: its vectors ride along with what the loop reduces anyway."""
+
+    def share(self, statistics: Statistics) -> None:
+        """Once, before the first step and before any state is loaded, on every rank alike: add vectors, keep the object.
+
+        What is put before the step's ``on_backward_end`` is over comes back, reduced, in the next ``on_step_begin``.
+        """

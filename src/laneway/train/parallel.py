@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -128,8 +128,3 @@ def _need_compiler(device: torch.device) -> None:
         raise LanewayError(
             "compile: torch.compile needs a C++ compiler on the CPU and none was found; install g++ or leave --compile out"
         )
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor that is the same on every rank as a plain one (FSDP2's norms come sharded)."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -41,6 +41,7 @@ def save_state(store: CheckpointStore, step: int, bench: Workbench, extensions: 
         "loader": bench.loader.state_dict(),
         "corpus": bench.corpus.fingerprint,
         "extensions": [extension.state_dict() for extension in extensions],
+        "statistics": bench.stepper.shared.state_dict(),
     }
     store.save(step, capture(bench.parallel.model, bench.optimizer, extras, per_rank={"rng": capture_rng()}))
 
@@ -63,6 +64,7 @@ def load_state(store: CheckpointStore, step: int, bench: Workbench, extensions: 
             f"resume: the run had {len(states)} extensions, now there are {len(extensions)}; give it the same ones"
         )
     bench.loader.load_state_dict(extras["loader"])
+    bench.stepper.shared.load_state_dict(extras.get("statistics", {}))
     for extension, state in zip(extensions, states, strict=True):
         extension.load_state_dict(state)
     if restored.per_rank is not None:  # a rank that was not there when it was saved keeps its fresh generators

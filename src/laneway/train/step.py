@@ -11,9 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from laneway.strategy.norms import local
 from laneway.train.memory import RunMemory
-from laneway.train.parallel import Parallel, whole
+from laneway.train.packed import SharedStatistics
+from laneway.train.parallel import Parallel
 from laneway.train.ranks import Ranks
+
+LOSS, STOP, SQUARES = "train/loss", "train/stop", "train/gradient squares"
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Stepper:
 
     A rank's micro-batches and all ranks' shares are of one size, so the mean of means is the mean over all tokens: each
     micro-batch's loss is divided by their number, and DDP and FSDP2 average the gradients over the ranks.
+
+    Besides gradients and parameters the ranks reduce one vector a step, ``shared``; others may add to it.
     """
 
     parallel: Parallel
@@ -49,6 +55,12 @@ class Stepper:
     micro_batch_size: int
     clip_norm: float
     memory: RunMemory = field(default_factory=lambda: RunMemory(None))
+    shared: SharedStatistics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shared = SharedStatistics(self.parallel.device, self.ranks.rank, self.ranks.world_size)
+        for name in (LOSS, STOP, *([SQUARES] if self.parallel.kind == "fsdp" else [])):
+            self.shared.add(name)
 
     def __call__(
         self, batch: tuple[Tensor, Tensor], lr: float, stopping: bool, after_backward: Callable[[], None]
@@ -57,8 +69,8 @@ class Stepper:
         loss = self._backward(batch)
         after_backward()
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = self.memory.repeat(lambda: whole(get_total_norm(gradients)).to(loss))
-        outcome = self._agree(loss, norm, stopping)
+        norm = self._share(loss, gradients, stopping)
+        outcome = self._agree(norm)
         if outcome.finite:
             if self.clip_norm:
                 parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -87,10 +99,25 @@ class Stepper:
         self.memory.reduce(self.parallel.model)
         return total
 
-    def _agree(self, loss: Tensor, norm: Tensor, stopping: bool) -> StepOutcome:
-        """One sum over the ranks and one transfer to the host: all that a step has to wait for."""
-        shared = self.ranks.sum(torch.stack([loss / self.ranks.world_size, torch.full_like(loss, float(stopping))]))
-        mean, stop, grad_norm = torch.cat([shared, norm[None]]).tolist()
+    def _share(self, loss: Tensor, gradients: list[Tensor], stopping: bool) -> Tensor:
+        """The one collective of the step; returns the norm of all gradients, on the device.
+
+        Whole gradients are the same on every rank: their norm is taken while the collective runs. Of sharded ones every rank
+        sends the squares of its own.
+        """
+        shared, sharded = self.shared, self.parallel.kind == "fsdp"
+        shared.put(LOSS, loss / self.ranks.world_size)
+        shared.put(STOP, float(stopping))
+        if sharded:
+            shared.put(SQUARES, self.memory.repeat(lambda: get_total_norm([local(grad) for grad in gradients]).square()))
+        shared.start()
+        norm = loss if sharded else self.memory.repeat(lambda: get_total_norm(gradients).to(loss))
+        shared.finish()
+        return shared.taken(SQUARES).sqrt()[0] if sharded else norm
+
+    def _agree(self, norm: Tensor) -> StepOutcome:
+        """One transfer to the host: all that a step has to wait for."""
+        mean, stop, grad_norm = torch.cat([self.shared.taken(LOSS), self.shared.taken(STOP), norm[None]]).tolist()
         return StepOutcome(mean, grad_norm, stop > 0)
 
 

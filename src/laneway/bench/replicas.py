@@ -1,8 +1,8 @@
 """Many runs of one configuration that differ in their seed, trained together on one core.
 
-Each replica is a real model with its own AdamW. Only the forward and backward pass is shared: ``torch.func.vmap`` of the model's own
-code over the replicas' parameters (``connections/batching.py`` has the ops' rules). No sum crosses replicas, so that a number that
-is not finite stays in its run, and each goes on as it would alone, to float rounding.
+Each replica is a real model with its own AdamW. Only the forward and backward pass is shared: ``torch.func.vmap`` of the model's
+own code over the replicas' parameters (``connections/batching.py`` has the ops' rules). No sum crosses replicas: a number that is
+not finite stays in its run, and each goes on as it would alone, to float rounding.
 
 All parameters of a replica lie in one row of ``flat`` [R, P], and their gradients in one row of ``grad``; the models' parameters,
 the stacked ones and what the optimizers update are views of them.
@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import laneway.connections.batching  # noqa: F401  the ops' rules under vmap
 from laneway.connections import HyperConnection, param_groups
+from laneway.connections.control import StreamControl
 from laneway.core import InputError
-from laneway.models.gpt import GPT
+from laneway.models.gpt import GPT, Block
 from laneway.train.config import OptimizerConfig
 from laneway.train.step import token_loss
 
@@ -48,9 +49,10 @@ def narrow_streams(model: GPT, dtype: torch.dtype) -> None:
     """
     if dtype == torch.float32:
         return
-    for module in (model.embedding, *(part for block in model.blocks for part in (block.attention, block.ffn))):
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    for module in (model.embedding, *(part for block in blocks for part in (block.attention, block.ffn))):
         module.register_forward_hook(lambda _, __, out: out.to(dtype))
-    for module in (model.norm, *(norm for block in model.blocks for norm in (block.norm_attention, block.norm_ffn))):
+    for module in (model.norm, *(norm for block in blocks for norm in (block.norm_attention, block.norm_ffn))):
         module.register_forward_pre_hook(lambda _, given: (given[0].float(), *given[1:]))
 
 
@@ -73,6 +75,43 @@ class GainWatch:
         if product is None:
             return torch.ones(2, device=like.device)
         return torch.stack([product.sum(dim).abs().amax(-1).mean() for dim in (-1, -2)])
+
+
+class ControlNotes:
+    """Tensors that controls of streams write beside their buffers (samples, decisions): stacked for a pass, then handed back.
+
+    Each replica's control keeps its own tensors; what the template's controls wrote under vmap is copied into them.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        controls = [[m for m in model.modules() if isinstance(m, StreamControl)] for model in models]
+        self.places = [
+            (same, name)
+            for same in zip(*controls, strict=True)
+            for name, value in vars(same[0]).items()
+            if isinstance(value, Tensor)
+        ]
+
+    def stacked(self) -> list[Tensor]:
+        """One tensor [R, …] for each."""
+        return [torch.stack([getattr(control, name) for control in same]) for same, name in self.places]
+
+    def put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Give the template's controls these, under vmap; returns what they had."""
+        before = [getattr(same[0], name) for same, name in self.places]
+        for (same, name), tensor in zip(self.places, tensors, strict=True):
+            setattr(same[0], name, tensor)
+        return before
+
+    def take(self, before: Sequence[Tensor]) -> list[Tensor]:
+        """What the template's controls have now; gives them back what they had."""
+        return self.put(before)
+
+    def hand_back(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the rows of tensors [R, …] to the replicas' controls."""
+        for (same, name), rows in zip(self.places, tensors, strict=True):
+            for control, row in zip(same, rows, strict=True):
+                getattr(control, name).copy_(row)
 
 
 class Replicas:
@@ -108,7 +147,7 @@ class Replicas:
             start += size
         self.buffers = self._stack_buffers()
         self.optimizers = [self._optimizer(row, grad) for row, grad in zip(self.flat, self.grad, strict=True)]
-        self.watch = GainWatch(self.models[0])
+        self.watch, self.notes = GainWatch(self.models[0]), ControlNotes(self.models)
 
     def __len__(self) -> int:
         return len(self.models)
@@ -145,9 +184,7 @@ class Replicas:
                 groups.append({"params": [parameter], "weight_decay": decay})
         return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
-    def step(
-        self, inputs: Tensor, targets: Tensor, lr: float, after_backward: Callable[[], None] = lambda: None
-    ) -> ReplicaStep:
+    def step(self, inputs: Tensor, targets: Tensor, lr: float, after_backward: Callable[[], None] = lambda: None) -> ReplicaStep:
         """One optimizer step of every replica: inputs and targets int64 [R, b, t]. One that is not finite changes nothing."""
         loss, gain = self._forward(inputs, targets)
         found = torch.autograd.grad(loss.sum(), list(self.parameters.values()), materialize_grads=True)
@@ -180,11 +217,21 @@ class Replicas:
 
     def _forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no rule under vmap
-            return vmap(self._one, randomness="different")(self.parameters, self.buffers, inputs, targets)
+            stacked = self.parameters, self.buffers, self.notes.stacked(), inputs, targets
+            loss, gain, notes = vmap(self._one, randomness="different")(*stacked)
+        self.notes.hand_back(notes)
+        return loss, gain
 
-    def _one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor, targets: Tensor):
-        logits = functional_call(self.models[0], (parameters, buffers), (inputs,))
-        return token_loss(logits, targets), self.watch.take(logits)
+    def _one(
+        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], notes: list[Tensor], inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """One model's loss, gain, and what its controls noted."""
+        before = self.notes.put(notes)
+        try:
+            logits = functional_call(self.models[0], (parameters, buffers), (inputs,))
+        finally:
+            noted = self.notes.take(before)
+        return token_loss(logits, targets), self.watch.take(logits), noted
 
 
 def _ordered(model: nn.Module, weight_decay: float) -> tuple[int, list[str]]:

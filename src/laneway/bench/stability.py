@@ -1,9 +1,9 @@
 """``laneway bench stability``: which residual and which mechanism keeps a run alive, and at what loss.
 
 The same text in the same order, the same weights at the start for each seed, in a matrix of variants and conditions: learning
-rates up to clearly too high, depth, bf16 and fp16 streams, batches of noise, gradient spikes once and on every step. All seeds of a
-cell train together (replicas.py). Reported: the share of runs that diverged with its Wilson interval, the composite gain over the
-run, the loss against plain mHC paired by seed, and after a fault how long the loss takes back to that of the same run without it.
+rates up to clearly too high, depth, bf16 and fp16 streams, batches of noise, gradient spikes once and on every step. All seeds of
+a cell train together (replicas.py). Reported: the share of runs that diverged with its Wilson interval, the composite gain over
+the run, the loss against plain mHC paired by seed, and how long after a fault the loss is back at that of the run without it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class StabilityOptions:
     variants: tuple[str, ...] = tuple(VARIANTS)
     conditions: tuple[str, ...] = tuple(CONDITIONS)
     seeds: int = 20
-    shape: Shape = Shape()
+    shape: Shape = field(default_factory=Shape)
     runs: str = ""
     """CSV file that every run is appended to as soon as its cell ends; runs that it holds already are not run again."""
     quick: bool = False
@@ -60,8 +60,8 @@ class StabilityOptions:
 
 def chosen(options: StabilityOptions, variants: str, conditions: str) -> StabilityOptions:
     """The options with comma-separated names; an empty text leaves them all."""
-    given = {"variants": _names(variants), "conditions": _names(conditions)}
-    return replace(options, **{key: names for key, names in given.items() if names})
+    options = replace(options, variants=_names(variants) or options.variants)
+    return replace(options, conditions=_names(conditions) or options.conditions)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -94,9 +94,7 @@ def run(options: StabilityOptions, progress: Callable[[str], None] = lambda line
                 have = {tuple(row[key] for key in KEY) for row in made}
                 done = [row for row in done if tuple(row[key] for key in KEY) not in have] + made
                 fresh += made
-    asked = [
-        row for row in done if row["variant"] in options.variants and row["condition"] in (*options.conditions, BASE)
-    ]
+    asked = [row for row in done if row["variant"] in options.variants and row["condition"] in (*options.conditions, BASE)]
     cells = summarise(asked, options)
     notes = [f"{len(fresh)} runs in {time.process_time() - began:.0f} CPU seconds on one thread"]
     if options.quick:
@@ -171,6 +169,7 @@ def _cell_row(own: list[Row], mhc: list[Row], options: StabilityOptions) -> Row:
         **_mean(excess).columns("val_excess"),
         "recovered": len(recovered) if first["fault"] else None,
         "recovery_steps_median": statistics.median(recovered) if recovered else None,
+        "purified_steps": statistics.fmean(row["purified_steps"] for row in own),
         "cpu_s": sum(row["cpu_s"] for row in own),
         "quick": int(options.quick),
     }

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from laneway.bench.replicas import Replicas, narrow_streams
+from laneway.bench.replicas import Replicas, ReplicaStep, narrow_streams
 from laneway.bench.rows import Row
 from laneway.bench.stability_conditions import CONDITIONS, STREAMS, Condition, corrupt, disturb, onset
 from laneway.bench.stability_variants import VARIANTS
+from laneway.core import Extension
 from laneway.data.loader import BatchLoader, evaluation_batches
 from laneway.data.text import Corpus
 from laneway.models.gpt import GPT, GPTConfig
@@ -63,6 +64,7 @@ class Curves:
     finite: np.ndarray
     gain_forward: np.ndarray
     gain_backward: np.ndarray
+    purified: np.ndarray
     val_loss: np.ndarray
     cpu_s: float
 
@@ -83,7 +85,9 @@ def run_unit(
     return rows
 
 
-def build_replicas(variant: str, condition: Condition, seeds: Sequence[int], shape: Shape) -> tuple[Replicas, list[list]]:
+def build_replicas(
+    variant: str, condition: Condition, seeds: Sequence[int], shape: Shape
+) -> tuple[Replicas, list[list[Extension]]]:
     """The models of all seeds, as ``laneway train`` starts them, and each one's extensions."""
     models, extensions = [], []
     for seed in seeds:
@@ -102,7 +106,7 @@ def train_cell(variant: str, condition: Condition, seeds: Sequence[int], shape: 
     began = time.process_time()
     replicas, extensions = build_replicas(variant, condition, seeds, shape)
     loaders = [BatchLoader(corpus.train, shape.context, shape.batch_size, seed) for seed in seeds]
-    optimizer, found, validation = replicas.config, [], []
+    optimizer, found, validation, purified = replicas.config, [], [], []
     for step in range(1, shape.steps + 1):
         _each(extensions, "on_step_begin", step)
         inputs, targets = (torch.stack(parts) for parts in zip(*map(next, loaders), strict=True))
@@ -113,21 +117,34 @@ def train_cell(variant: str, condition: Condition, seeds: Sequence[int], shape: 
             _each(extensions, "on_backward_end", step)
 
         outcome = replicas.step(inputs, targets, learning_rate(optimizer, step, shape.steps), after)
-        _each(extensions, "on_step_end", step, {})
         found.append(outcome)
+        purified.append(_end(extensions, step, outcome))
         if step % max(1, shape.steps // QUARTERS) == 0 or step == shape.steps:
             validation.append(_validate(replicas, shape, corpus))
     columns = [
         torch.stack([getattr(outcome, name) for outcome in found]).double().numpy()
         for name in ("loss", "norm", "finite", "gain_forward", "gain_backward")
     ]
-    return Curves(*columns, np.stack(validation), time.process_time() - began)
+    loss, norm, finite, forward, backward = columns
+    seconds = time.process_time() - began
+    return Curves(loss, norm, finite, forward, backward, np.array(purified), np.stack(validation), seconds)
 
 
-def _each(extensions: list[list], call: str, step: int, *rest: dict) -> None:
+def _each(extensions: list[list[Extension]], call: str, step: int) -> None:
     for own in extensions:
         for extension in own:
-            getattr(extension, call)(step, *rest)
+            getattr(extension, call)(step)
+
+
+def _end(extensions: list[list[Extension]], step: int, outcome: ReplicaStep) -> list[int]:
+    """End a step as the loop does: extensions are given its row. Returns how many paths were purified in each run."""
+    counts = []
+    for own, loss, norm in zip(extensions, outcome.loss.tolist(), outcome.norm.tolist(), strict=True):
+        row = {"loss": loss, "grad_norm": norm}
+        for extension in own:
+            extension.on_step_end(step, row)
+        counts.append(int(row.get("purified_paths", 0)))
+    return counts
 
 
 def _validate(replicas: Replicas, shape: Shape, corpus: Corpus) -> np.ndarray:
@@ -166,6 +183,7 @@ def _row(variant: str, name: str, seed: int, index: int, shape: Shape, curves: C
         "val_loss": float(val_loss[-1]),
         "val_excess": float(val_loss[-1] - clean.val_loss[-1, index]) if condition.fault else None,
         "recovery_steps": recovery,
+        "purified_steps": int((curves.purified[:, index] > 0).sum()),
         "grad_norm_max": _largest(curves.norm[:, index]),
         **gains,
         "cpu_s": curves.cpu_s / curves.loss.shape[1],

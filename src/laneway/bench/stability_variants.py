@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from laneway.connections.guard import PathNormGuard
 from laneway.core import Extension
 from laneway.models.gpt import GPT
 
@@ -30,9 +31,14 @@ class Variant:
     against: str = "mhc"
 
 
+def _guarded(model: GPT) -> list[Extension]:
+    return [PathNormGuard(model)]
+
+
 VARIANTS: dict[str, Variant] = {
     "residual": Variant({"residual": "residual"}),
     "hc": Variant({"residual": "hc"}),
     "mhc": Variant(),
     "mhc-lite": Variant({"residual": "mhc-lite"}),
+    "mhc-guard": Variant(prepare=_guarded),
 }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laneway.connections import ops, site_ops
+from laneway.connections import control, ops, site_ops
 from laneway.connections.backends import backend_for
 from laneway.connections.kernels.eager import compute_dtype
 
@@ -171,6 +171,10 @@ def _sinkhorn(logits: Tensor, n: int, iterations: int, eps: float) -> Tensor:
     return ops.sinkhorn(logits.flatten(0, 1), n, iterations, eps).unflatten(0, logits.shape[:2])
 
 
+def _res_token(x: Tensor, res: Tensor) -> Tensor:
+    return control.res_token(x, res.flatten(0, 1))
+
+
 for _op, _tensors, _function in (
     (ops.pre_mix, 4, _pre_mix),
     (ops.post_mix, 5, _post_mix),
@@ -178,5 +182,6 @@ for _op, _tensors, _function in (
     (site_ops.mhc_pre, 5, _pre),
     (site_ops.mhc_post, 4, _post),
     (site_ops.mhc_cross, 8, _cross),
+    (control.res_token, 2, _res_token),
 ):
     _op.register_vmap(_rule(_tensors)(_function))

@@ -83,7 +83,7 @@ def attach(model: nn.Module, make: Callable[[HyperConnection, int], StreamContro
     for site, control in zip(sites, made, strict=True):
         before = site.control
         if before is not None:
-            control = ControlStack([*(before.controls if isinstance(before, ControlStack) else [before]), control])
+            control = ControlStack([*_parts(before), control])
         site.control = control
     return made
 
@@ -95,9 +95,13 @@ def detach(model: nn.Module, controls: Iterable[StreamControl] | None = None) ->
         control = site.control
         if control is None:
             continue
-        parts = list(control.controls) if isinstance(control, ControlStack) else [control]
-        left = [part for part in parts if gone is not None and id(part) not in gone]
+        left = [part for part in _parts(control) if gone is not None and id(part) not in gone]
         site.control = None if not left else left[0] if len(left) == 1 else ControlStack(left)
+
+
+def _parts(control: StreamControl) -> list[StreamControl]:
+    stacked = control.controls if isinstance(control, ControlStack) else [control]
+    return [part for part in stacked if isinstance(part, StreamControl)]
 
 
 def apply_control(site: HyperConnection, x: Tensor, h: Tensor, merge: Merge) -> Tensor:

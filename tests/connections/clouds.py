@@ -39,7 +39,7 @@ def roll(s: Tensor, height: Tensor, radius: float) -> Tensor:
 
 
 def curvature_by_definition(points: Tensor, k: int) -> tuple[float, int]:
-    """(Σ ρ_i, tokens in it) of a cloud [S, d], through the eigenvectors of each Gram matrix."""
+    """(Σ κ_i, tokens in it) of a cloud [S, d], through the eigenvectors of each Gram matrix."""
     points = points.double()
     tokens = [p for p in points if torch.isfinite(p).all()]
     total, count = 0.0, 0
@@ -51,6 +51,6 @@ def curvature_by_definition(points: Tensor, k: int) -> tuple[float, int]:
         values, vectors = torch.linalg.eigh(offsets @ offsets.T / offsets.square().sum())
         weights = vectors @ ((1 - values) ** 32 * (vectors.T @ torch.ones(k, dtype=torch.float64)))
         weights = weights / weights.sum() if weights.sum() > 1e-4 * k else torch.full_like(weights, 1 / k)
-        rho = float((weights @ offsets).square().sum() / (offsets.square().sum() / k))
-        total, count = total + min(rho, 1.0), count + 1
+        kappa = float((weights @ offsets).norm() / (offsets.square().sum() / k).sqrt())
+        total, count = total + min(kappa, 1.0), count + 1
     return total, count

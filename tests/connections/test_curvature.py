@@ -19,7 +19,7 @@ WIDTH = 48
 def kappa(clouds, k=12):
     """κ of clouds [B, S, d], pooled."""
     total, count = local_curvature(clouds, k)
-    return math.sqrt(total.sum().item() / count.sum().item())
+    return total.sum().item() / count.sum().item()
 
 
 def projected(y, clouds=6, dims=16):
@@ -42,11 +42,11 @@ def test_the_estimate_is_its_definition(tokens, dims, k):
     assert narrow.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dims", [1, 2])
-def test_a_plane_is_flat_in_any_orientation_at_any_scale(dims):
-    """Well under the least curved sphere of the next test."""
+@pytest.mark.parametrize(("dims", "bound"), [(1, 1e-4), (2, 2e-3), (3, 1.2e-2)])
+def test_a_plane_is_flat_in_any_orientation_at_any_scale(dims, bound):
+    """But for tokens at its edge, whose neighbours all lie on one side."""
     for scale in (1e-15, 1.0, 1e15):
-        assert kappa(projected(ball(128, dims) * 3) * scale) < 1.5e-3
+        assert kappa(projected(ball(128, dims) * 3) * scale) < bound
 
 
 def slopes(values):
@@ -63,8 +63,8 @@ def test_curvature_goes_as_one_over_the_radius(shape):
         torch.manual_seed(seed)  # the same projections
         bent = cap(sheet, radius) if shape == "sphere" else roll(sheet[:, 0], sheet[:, 1], radius)
         found.append(kappa(projected(bent)))
-    assert all(0.7 < slope < 1.2 for slope in slopes(found)), found
-    assert math.log2(found[-1] / found[0]) / 4 == pytest.approx(1, abs=0.15)
+    assert all(0.6 < slope < 1.1 for slope in slopes(found)), found
+    assert math.log2(found[-1] / found[0]) / 4 == pytest.approx(1, abs=0.2)
     torch.manual_seed(seed)
     assert kappa(projected(cap(sheet, 0.7))) > found[-1] > 5 * found[0]
 
@@ -198,9 +198,7 @@ def test_the_average_has_no_bias_and_the_median_is_the_windows():
     seen = []
     for step, value in enumerate(values):
         present = 0.0 if step == 2 else 5.0  # path 2 has no token at step 2
-        moving.update(
-            torch.stack([value.square() * 4, value.square() * 4, value.square() * present]), torch.tensor([4.0, 4, present])
-        )
+        moving.update(torch.stack([value * 4, value * 4, value * present]), torch.tensor([4.0, 4, present]))
         weights = 0.8 ** torch.arange(step, -1, -1)
         seen.append((weights @ values[: step + 1]) / weights.sum())
         torch.testing.assert_close(moving.curvature[0], seen[-1])

@@ -3,7 +3,7 @@
 For a token z_i and its k nearest neighbours z_j, D = [z_j − z_i] (k × d) and G = D Dᵀ. Weights that sum to one reconstruct z_i
 from its neighbours (Roweis & Saul, Science 290, 2000):
 
-    w ∝ (I − G / tr G)³² 1,      ρ_i = |Dᵀ w|² / (tr G / k),      κ = √(mean of ρ_i over the tokens)
+    w ∝ (I − G / tr G)³² 1,      κ_i = |Dᵀ w| / √(tr G / k),      κ = mean of κ_i over the tokens
 
 (I − G / tr G)³² 1 are the weights after 32 steps of gradient descent on |Dᵀ w|² from equal ones. Stopping early is the
 regularisation (Landweber's): it solves the directions that hold some hundredths of the variance or more, which are the tangent's,
@@ -30,7 +30,7 @@ CHUNK = 128  # clouds at a time, which bounds the memory
 
 
 def local_curvature(points: Tensor, neighbours: int) -> tuple[Tensor, Tensor]:
-    """Clouds [B, S, d] → (Σ ρ_i, number of tokens in the sum), each [B]; κ = √(first / second).
+    """Clouds [B, S, d] → (Σ κ_i, number of tokens in the sum), each [B]; κ is the first over the second.
 
     Computed in fp32 (float64 for float64 points). A cloud with too few distinct finite tokens for one neighbourhood has 0 of 0.
 
@@ -61,8 +61,8 @@ def _chunk(points: Tensor, k: int) -> tuple[Tensor, Tensor]:
     gram = torch.where(usable[..., None, None], gram, 0)
     trace = torch.where(usable, trace, 1)
     residual = torch.where(usable[..., None, None], offsets, 0) * _weights(gram / trace[..., None, None])[..., None]
-    rho = residual.sum(-2).square().sum(-1).mul(k).div(trace).clamp(max=1)
-    return torch.where(usable, rho, 0).sum(-1), usable.sum(-1).to(rho.dtype)
+    kappa = residual.sum(-2).square().sum(-1).mul(k).div(trace).sqrt().clamp(max=1)
+    return torch.where(usable, kappa, 0).sum(-1), usable.sum(-1).to(kappa.dtype)
 
 
 def _centred(points: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,9 +176,9 @@ class MovingCurvature(nn.Module):
 
     @torch.no_grad()
     def update(self, total: Tensor, count: Tensor) -> None:
-        """Take in Σ ρ and the number of tokens of each path; a path without tokens stays as it was."""
+        """Take in Σ κ_i and the number of tokens of each path; a path without tokens stays as it was."""
         seen = (count > 0) & torch.isfinite(total)
-        now = torch.where(seen, total / count.clamp(min=1), 0).clamp(min=0).sqrt()
+        now = torch.where(seen, total / count.clamp(min=1), 0)
         self.average.copy_(torch.where(seen, self.average * self.decay + now * (1 - self.decay), self.average))
         self.remaining.copy_(torch.where(seen, self.remaining * self.decay, self.remaining))
         latest = torch.where(seen, self.curvature, float("nan"))

@@ -82,6 +82,14 @@ class Piece:
         wide = sum_type(source.dtype)
         return source if source.dtype == wide else self.take(source.numel(), wide).copy_(source)
 
+    def source(self, level: int) -> Tensor:
+        """What this rank brings to a level: its sums so far, or where there are none yet its numbers. Beyond the first level
+        that joins any ranks these too are in the sum's type, as those of others are that were summed there.
+        """
+        if self.sums is None and level > self.plan.first:
+            self.sums = self.widened(self.span(level))
+        return self.sums if self.sums is not None else self.span(level)
+
     def scatter(self, leg: Leg, source: Tensor, bounds: Bounds) -> Tensor:
         """Sum this rank's part over a level's members."""
         own = bounds[leg.link.index]
@@ -95,8 +103,7 @@ class Piece:
 
     def up(self, level: int) -> None:
         """One level up: this rank's span becomes its part of it."""
-        leg = self.plan.up[level]
-        source = self.sums if self.sums is not None else self.span(level)
+        leg, source = self.plan.up[level], self.source(level)
         if leg is not None and source.numel():
             self.sums = self.scatter(leg, source, self.bounds[level])
 
@@ -142,9 +149,9 @@ class Reduced(Piece):
     def turn(self) -> None:
         """The outermost level: sum, divide, and bring the result to its members."""
         leg, out = self.plan.up[self.top], self.span(self.top)
-        source = self.sums if self.sums is not None else out
         if not out.numel():
             return
+        source = self.source(self.top)
         if leg is None:
             self.finish(source, out)
         elif leg.scheme.drop:

@@ -38,6 +38,7 @@ class Plan:
         scheme: the scheme.
         up, down: by level; None where nothing joins this rank there. The last of `up` is the turn, and the last of `down` isn't
             used: the turn comes back the way it went.
+        first: the innermost level that joins ranks anywhere: further out everything is in the sum's type, on every rank.
         order: the rank whose part of a reduce-scatter or all-gather stands first, second, … in the packed vector; empty where
             groups are ragged.
     """
@@ -45,6 +46,7 @@ class Plan:
     scheme: ReductionScheme
     up: tuple[Leg | None, ...]
     down: tuple[Leg | None, ...]
+    first: int
     order: tuple[int, ...]
 
     @classmethod
@@ -52,7 +54,8 @@ class Plan:
         """The legs of a scheme."""
         up = tuple(map(_leg, links.up, scheme.levels, places.widths))
         down = tuple(map(_leg, links.down, scheme.levels, places.widths))
-        return cls(scheme, up, down, _packed_order(scheme, places))
+        first = next((level for level, size in enumerate(places.sizes) if size > 1), 0)
+        return cls(scheme, up, down, first, _packed_order(scheme, places))
 
     def for_parts(self, *, exact: bool) -> Plan:
         """The same for reduce-scatter and all-gather: a tree has no parts to share out, so that members exchange directly

@@ -1,4 +1,4 @@
-"""`laneway train --failure-timeout … --resume-or-start`: a lost rank ends the run with one line; started again, it loses nothing."""
+"""`laneway train --failure-timeout …`: a lost rank ends the run with one line; started again, it loses nothing."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Watch:
 
         Raises:
             LostContactError: contact was lost, on every rank the same.
-            Exception: what ``call`` raised; the others are told where it was a RuntimeError.
+            Exception: what ``call`` raised; the others are told where it is or comes from a RuntimeError.
         """
         self.check()
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -152,11 +152,12 @@ class Watch:
             worker.close()
             self.check()
         result, error = answer
-        if isinstance(error, RuntimeError):
-            raise self.explain(error) from error
-        if error is not None:
+        if error is None:
+            return result
+        found = self.explain(error) if _of_ranks(error) else error
+        if found is error:
             raise error
-        return result
+        raise found from error
 
     def explain(self, error: Exception) -> Exception:
         """What ``error``, raised where ranks talk to each other, comes from: a rank that is lost, or this rank itself.
@@ -296,6 +297,14 @@ class Watch:
     def _minority(self, left: int, least: int) -> MinorityError:
         text = f"{left} of {len(self.members)} ranks are left, at least {least} must be: the others may go on without these"
         return MinorityError(text, self._failure.lost if self._failure else (), speaks=self.rank == 0)
+
+
+def _of_ranks(error: BaseException) -> bool:
+    """Whether an error may come from ranks that talk to each other: torch raises RuntimeErrors there, others wrap them."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, RuntimeError):
+        found = found.__cause__
+    return found is not None and isinstance(error, Exception)
 
 
 def _endpoint(store: dist.Store) -> tuple[str, int]:

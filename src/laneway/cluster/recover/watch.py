@@ -71,7 +71,11 @@ class Watch:
         tether = Tether(address_towards(*self.endpoint))
         own = Member.own(rank, tether.socket.getsockname()[0], tether.port)
         board = Board(store, rank)
-        self.members: tuple[Member, ...] = tuple(board.sign_in(own, size, timeout))
+        try:
+            self.members: tuple[Member, ...] = tuple(board.sign_in(own, size, timeout))
+        except BaseException:
+            tether.close()
+            raise
         self._lock, self._failed, self._regrouped = threading.Lock(), threading.Event(), threading.Event()
         self._failure: LostContactError | None = None
         self._listeners: list[Callable[[LostContactError], None]] = []

@@ -88,12 +88,12 @@ def test_forty_percent_fewer_bytes_and_no_more_entries_than_planned(ranks):
     case = CASES[name]
     forms = [message_format(stop - start, 0.44, case.options["wire"]) for start, stop in parts(4000, case.members)]
     for result in ranks[0][name]["results"]:
-        assert 0.5 * 4000 < result.count_nonzero() <= sum(form.kept for form in forms)
+        assert 0.45 * 4000 < result.count_nonzero() <= sum(form.kept for form in forms)
 
 
 def test_alone_nothing_is_dropped_or_sent(ranks):
     found = ranks[0]["alone"]
-    assert found["sent"] == [0] * 4
+    assert found["sent"] == [0] * 3
     assert all(torch.equal(result, gradient(CASES["alone"], 0, step, SEED)) for step, result in enumerate(found["results"]))
 
 
@@ -124,7 +124,7 @@ def test_a_burst_is_sent_where_it_is_largest_and_the_rest_waits(ranks):
 
 def test_without_feedback_the_rest_is_lost(ranks):
     assert not ranks[0]["without feedback"]["residuals"][-1].any()
-    assert not torch.equal(accounted(ranks, "without feedback", 4), given("without feedback", 4))
+    assert not torch.equal(accounted(ranks, "without feedback", 3), given("without feedback", 3))
 
 
 def test_warm_up_ends_at_the_share_that_was_asked_for(ranks):

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dropping_ranks
 import pytest
 import torch
-
-import dropping_ranks
 from dropping_ranks import CASES, WORLD, gradient, layout
+
 from laneway.cluster.drop.sizes import drop_for_saving, exchange_bytes, message_format, parts
 
 pytestmark = pytest.mark.distributed

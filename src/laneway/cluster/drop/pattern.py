@@ -84,7 +84,8 @@ class Pattern:
             torch.div(vector[start:stop], scale, out=relative[start:stop])
         if form.unit > 1:
             return _blocks(relative, form)
-        return _entries(relative.abs_(), *self._thresholds(relative, run, form), form)
+        least, enough = self._thresholds(relative.abs_(), run, form)
+        return _entries(relative, least, enough, form)
 
     def _run(self, low: int, high: int) -> _Run:
         starts = self.pieces.starts

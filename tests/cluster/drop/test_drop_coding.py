@@ -143,7 +143,7 @@ def test_thresholds_follow_each_parameters_own_scale(seed):
     assert counts.sum() <= form.kept
     assert counts.sum() > 0.9 * form.kept
     assert abs(int(counts[0]) - int(counts[1])) < 0.15 * counts[0]
-    assert counts[2] == sparse.count_nonzero()
+    assert counts[2] > 0.96 * sparse.count_nonzero()
 
 
 def test_scales_are_smoothed_and_a_step_ten_times_as_large_keeps_as_many():

@@ -84,7 +84,7 @@ CASES |= {
 }
 CASES |= {
     f"spoiled {wire} {value} {residual}": Case(
-        3, 1000, options={"drop": drop, "wire": wire, "residual": residual}, spoiled=(1, 2, 700, value)
+        3, 1000, options={"drop": drop, "wire": wire, "residual": residual}, spoiled=(1, 1, 700, value)
     )
     for wire, value, drop, residual in [
         ("fp32", float("nan"), 0.5, "fp64"),

@@ -76,6 +76,7 @@ class TaskScheduler:
         self.chooser = Chooser(Costs(self.tasks, members, links or {}, stray, self.rules.refresh), self.rules)
         self.decision: Decision | None = None
         self._statistics: Statistics | None = None
+        self._late: dict[int, tuple[float, float]] = {}
         self._clear()
 
     def share(self, statistics: Statistics) -> None:
@@ -132,7 +133,8 @@ class TaskScheduler:
         if number is None:
             raise InputError("name", name, "one of " + ", ".join(task.name for task in self.tasks))
         if self.decision is not None and number in self.decision.indices:
-            self._row.tasks[number] = (seconds, float(self.decision.indices[number]))
+            where = self._late if self._told else self._row.tasks
+            where[number] = (seconds, float(self.decision.indices[number]))
 
     def observe(self, level: str, nbytes: float, seconds: float) -> None:
         """Something of ``nbytes`` went between this rank and another of a level, and took ``seconds``."""
@@ -146,7 +148,7 @@ class TaskScheduler:
         self._busy = seconds
 
     def tell(self) -> None:
-        """Puts what this rank has measured among the statistics of the step."""
+        """Puts what this rank has measured among the statistics of the step; what runs later is told in the next one."""
         statistics = self._shared()
         self._own_work()
         self._row.busy = self._worked if self._busy is None else self._busy
@@ -156,6 +158,7 @@ class TaskScheduler:
         if self.debug and self.decision is not None:
             high, low = divmod(self.decision.digest(), HALF)
             statistics.put(DIGEST, [float(high), -float(high), float(low), -float(low)])
+        self._told = True
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next decision depends on; the same on every rank."""
@@ -174,6 +177,9 @@ class TaskScheduler:
 
     def _clear(self) -> None:
         self._row = LoadRow.blank(len(self.members.names), len(self.tasks))
+        for number, pair in self._late.items():
+            self._row.tasks[number] = pair
+        self._late, self._told = {}, False
         self._sent = [[0.0, 0.0] for _ in self.members.names]
         self._worked, self._busy = 0.0, None
         self._ratios: list[tuple[float, float]] = []

@@ -50,6 +50,9 @@ def test_the_default_is_fine():
         ("optimizer.eps", 0.0),
         ("optimizer.weight_decay", -0.1),
         ("optimizer.clip_norm", -1.0),
+        ("control.norm_guard", 1.0),
+        ("control.norm_guard", -2.0),
+        ("control.norm_guard", float("inf")),
     ],
 )
 def test_a_wrong_value_is_named(config, change, field, value):

@@ -14,6 +14,7 @@ from laneway.data.text import TextDataConfig
 from laneway.data.text import check as check_text
 from laneway.memory.config import LOSSY, MemoryConfig
 from laneway.models.gpt import GPTConfig
+from laneway.train.control_config import ControlConfig
 
 PRECISIONS = ("fp32", "bf16")
 PARALLEL = ("auto", "none", "ddp", "fsdp")
@@ -90,6 +91,8 @@ class TrainConfig:
     """AdamW and its schedule."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What may leave the device."""
+    control: ControlConfig = field(default_factory=ControlConfig)
+    """What watches over the streams and their gradients."""
     steps: int = 1000
     """Optimizer steps; 0 builds everything, validates once, saves and exports."""
     batch_size: int = 32
@@ -134,6 +137,7 @@ class TrainConfig:
     def problems(self, world_size: int = 1) -> list[InputError]:
         """Everything that is wrong with the configuration, one error a field, for a run on ``world_size`` ranks."""
         found = [*self.model.problems("model"), *self.optimizer.problems("optimizer"), *self.memory.problems("memory")]
+        found += self.control.problems("control")
         counts = {"steps": 0, "batch_size": 1, "log_every": 1, "keep_checkpoints": 1, "max_nonfinite": 1}
         counts |= dict.fromkeys(("seed", "probe_every", "validate_every", "checkpoint_every", "sample_tokens"), 0)
         counts |= {"validation_batches": 1, "max_failed_checkpoints": 0}

@@ -29,6 +29,7 @@ from laneway.core import Extension, InputError, LanewayError, SharesStatistics
 from laneway.rundir import RunDirectory, event_row, replace_file
 from laneway.strategy.norms import local
 from laneway.train.config import TrainConfig
+from laneway.train.controls import build_controls
 from laneway.train.environment import describe_environment
 from laneway.train.faults import NonfiniteGuard, StopRequest
 from laneway.train.metrics import MetricsWriter, StepClock, peak_bytes, plain
@@ -82,7 +83,7 @@ def train(
         out: the run directory.
         resume: go on from the newest good checkpoint in ``out``.
         spare: where ``out`` holds a run already, take ``out-2``, ``out-3``, … instead of raising.
-        extensions: take part in every step, in this order, on every rank.
+        extensions: take part in every step, in this order and before the controls of ``config.control``, on every rank.
         on_batch: given the step and this rank's inputs and targets [b, t], what is trained on instead, such as shorter sequences;
             for an exact resume it must depend on nothing else, and all ranks need the same shape.
         console: where progress goes: ``stdout``, ``stderr`` or None.
@@ -140,7 +141,8 @@ class _Training:
         plan: Strategy | None,
     ) -> None:
         self.config, self.folder, self.ranks, self.bench = config, run, ranks, bench
-        self.extensions, self.on_batch, self.display, self.stop = extensions, on_batch, display, stop
+        self.extensions = [*extensions, *build_controls(config.control, bench.parallel, self._event)]
+        self.on_batch, self.display, self.stop = on_batch, display, stop
         self.started, self.plan = started, plan
         self.store = CheckpointStore(run, config.keep_checkpoints)
         self.guard = NonfiniteGuard(config.max_nonfinite)

@@ -1,0 +1,126 @@
+"""``PathNormGuard``: the norm of every path against its own moving average, and nothing else. The cheapest way to hold a path.
+
+After each backward pass, with n the 2-norm of a path's gradient, m its moving average and e the ``factor``:
+
+    n > e·m           the path's gradient is multiplied by m / n, and m by 1 + ``release``
+    n ≤ e·m           nothing is touched, and m ← d·m + (1 − d)·n   (the plain mean over the first 1 / (1 − d) steps)
+
+A path whose gradient has grown for good is thus let through again after a while. Gradients that are not finite are left to the
+loop, which skips the step; they move no average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laneway.connections.path_gradients import PathGradients
+from laneway.connections.paths import Path, paths_of
+from laneway.core import InputError, positive_int
+
+Tell = Callable[..., None]
+"""Called as ``tell(kind, path=…, score=…, correction=…, …)`` for what a person should know."""
+
+
+class PathNormGuard:
+    """Scales down paths whose gradient norm leaps over their own moving average. An ``Extension`` of the training loop.
+
+    It makes one small collective a step where gradients are sharded (FSDP2), none elsewhere, and decides alike on all ranks.
+
+    Args:
+        model: whose paths are watched, already wrapped (DDP, FSDP2); or a list of paths.
+        factor: e, the leap that is not accepted; > 1.
+        decay: d of the moving average, 0 to below 1.
+        warmup: steps in which averages are gathered and nothing is changed, ≥ 1.
+        release: growth of an average in a step in which its path was scaled, ≥ 0.
+        tell: told of what was done, see ``Tell``.
+
+    Raises:
+        InputError: a value out of range, or a model without paths.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[Path],
+        factor: float = math.e,
+        *,
+        decay: float = 0.95,
+        warmup: int = 20,
+        release: float = 1e-3,
+        tell: Tell | None = None,
+    ) -> None:
+        if not 1 < factor < math.inf:
+            raise InputError("factor", factor, "a number > 1")
+        if not 0 <= decay < 1:
+            raise InputError("decay", decay, "a number from 0 to below 1")
+        if not 0 <= release < math.inf:
+            raise InputError("release", release, "a number ≥ 0")
+        self.factor, self.decay, self.warmup, self.release = factor, decay, positive_int("warmup", warmup), release
+        self.gradients = PathGradients(paths_of(model) if isinstance(model, nn.Module) else model)
+        self.tell = tell
+        device = self.gradients.device
+        self.mean = torch.zeros(len(self.gradients.paths), device=device)
+        self.seen = torch.zeros(len(self.gradients.paths), device=device)
+        self.purified = 0
+        self._told: list[dict[str, Any]] = []
+
+    def on_step_begin(self, step: int) -> None:
+        """Nothing yet."""
+
+    @torch.no_grad()
+    def on_backward_end(self, step: int) -> None:
+        """Scale what leaps. The host reads one flag a path."""
+        self.gradients.look()
+        norms = self.gradients.norms()
+        fine = norms.isfinite() & (norms > 0)
+        over = fine & (self.seen >= self.warmup) & (norms > self.factor * self.mean)
+        scale = torch.where(over, self.mean / norms, 1.0)
+        self._average(norms, fine, over)
+        flagged = [path for path, flag in enumerate(over.tolist()) if flag]
+        self.purified = len(flagged)
+        for path in flagged:
+            for view in self.gradients.of(path):
+                view.data.mul_(scale[path])
+        if flagged and self.tell is not None:
+            for path, factor in zip(flagged, scale[flagged].tolist(), strict=True):
+                self._told.append({"path": self.gradients.paths[path].name, "score": 1 / factor, "correction": factor})
+
+    def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
+        """Adds ``purified_paths``, the number of paths that were scaled in this step."""
+        metrics["purified_paths"] = self.purified
+        for fields in self._told:
+            assert self.tell is not None
+            self.tell("purify", **fields)
+        self._told = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, by path."""
+        return {"names": [path.name for path in self.gradients.paths], "mean": self.mean.clone(), "seen": self.seen.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo of ``state_dict``.
+
+        Raises:
+            InputError: the state is of other paths.
+        """
+        check_names(state["names"], self.gradients.paths)
+        self.mean.copy_(state["mean"])
+        self.seen.copy_(state["seen"])
+
+    def _average(self, norms: Tensor, fine: Tensor, over: Tensor) -> None:
+        weight = (1 / (self.seen + 1)).clamp_min(1 - self.decay)
+        moved = torch.where(over, self.mean * (1 + self.release), self.mean + weight * (norms - self.mean))
+        self.mean = torch.where(fine, moved, self.mean)
+        self.seen += fine
+
+
+def check_names(saved: Sequence[str], paths: Sequence[Path]) -> None:
+    """Raise InputError where a saved state belongs to other paths."""
+    names = [path.name for path in paths]
+    if list(saved) != names:
+        other = next((a for a, b in zip(saved, names, strict=False) if a != b), f"{len(saved)} paths")
+        raise InputError("paths", other, f"the state of this model's {len(names)} paths")

@@ -1,0 +1,106 @@
+"""The controls of a run: off is the run without them, on they act after other extensions, tell of it and resume exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laneway.core import LanewayError
+from laneway.rundir import RunDirectory
+from laneway.train.control_config import ControlConfig
+from laneway.train.controls import build_controls
+from laneway.train.loop import train
+
+
+class Fault:
+    """One matrix's gradient times ``by`` in some steps, as a faulty device would."""
+
+    def __init__(self, steps: range, by: float = 1e4, stop_at: int = 0) -> None:
+        self.steps, self.by, self.stop_at = steps, by, stop_at
+        self.model: torch.nn.Module | None = None
+
+    def attach(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def on_step_begin(self, step: int) -> None:
+        if step == self.stop_at:
+            raise LanewayError("as if killed")
+
+    def on_backward_end(self, step: int) -> None:
+        if step in self.steps:
+            assert self.model is not None
+            self.model.blocks[1].ffn.out.weight.grad.mul_(self.by)
+
+    def on_step_end(self, step: int, metrics: dict) -> None: ...
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+@pytest.fixture
+def go(monkeypatch):
+    """A run whose fault finds the run's model."""
+    import laneway.train.loop as loop
+
+    def run(config, out, fault: Fault | None = None, **options):
+        def building(config, ranks, build=loop.build):
+            bench = build(config, ranks)
+            if fault is not None:
+                fault.attach(bench.parallel.model)
+            return bench
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "build", building)
+            return train(config, out=out, console=None, extensions=[fault] if fault else [], **options)
+
+    return run
+
+
+def quick(change, **control):
+    model = {"layers": 3, "context": 16, "dim": 8}
+    return change(
+        steps=40,
+        model=model,
+        control=control,
+        checkpoint_every=30,
+        validate_every=0,
+        probe_every=0,
+        sample_tokens=0,
+        batch_size=4,
+    )
+
+
+def rows(path, key: str) -> list:
+    return [row.get(key) for row in RunDirectory(path).read_metrics() if "loss" in row]
+
+
+def test_everything_is_off_by_default():
+    assert build_controls(ControlConfig(), None, print) == []
+
+
+def test_a_guard_repairs_a_run_and_says_so(change, go, tmp_path):
+    go(quick(change), tmp_path / "healthy")
+    go(quick(change, norm_guard=3.0), tmp_path / "guarded")
+    assert rows(tmp_path / "guarded", "loss") == rows(tmp_path / "healthy", "loss")
+    go(quick(change, norm_guard=3.0), tmp_path / "faulty", Fault(range(30, 33)))
+    assert rows(tmp_path / "faulty", "purified_paths")[28:34] == [0, 1, 1, 1, 0, 0]
+    norms, healthy = (rows(tmp_path / name, "grad_norm") for name in ("faulty", "healthy"))
+    assert max(norms) < 2 * max(healthy)
+    told = [
+        (event["step"], event["path"]) for event in RunDirectory(tmp_path / "faulty").read_events() if event["kind"] == "purify"
+    ]
+    assert told == [(step, "blocks.1.ffn.out") for step in (30, 31, 32)]
+
+
+def test_a_guarded_run_resumes_exactly(change, go, tmp_path):
+    config = quick(change, norm_guard=3.0)
+    go(config, tmp_path / "whole", Fault(range(34, 36)))
+    with pytest.raises(LanewayError, match="as if killed"):
+        go(config, tmp_path / "parts", Fault(range(34, 36), stop_at=33))
+    go(config, tmp_path / "parts", Fault(range(34, 36)), resume=True)
+    for key in ("loss", "grad_norm", "purified_paths"):
+        assert rows(tmp_path / "parts", key) == rows(tmp_path / "whole", key)
+    with pytest.raises(LanewayError, match=r"control\.norm_guard"):
+        go(quick(change), tmp_path / "parts", Fault(range(0)), resume=True)

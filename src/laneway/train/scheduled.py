@@ -6,13 +6,15 @@
     extension = ScheduledTasks(scheduler, reducer=reducer, batches=batches, events=run.events)
     train(config, out=run.path, extensions=[extension], on_batch=batches.on_batch)
 
-In a step: decide → aggregation is set, batches are prepared, kernels and other work are run → forward, backward → what it all took
-goes along with the step's statistics → tasks of kind checkpoint run when the parameters are updated.
+In a step: decide → aggregation is set, the next batch is prepared, other work is run → forward, backward → what it all
+took goes along with the step's statistics → tasks of kind checkpoint run when the parameters are updated.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,7 +91,7 @@ def aggregation_task(
 class PreparedBatches:
     """Batches that one rank makes for all: in each step the next step's, on the rank that the scheduler chose.
 
-    Every rank then gets its share of it: rank r part r of as many equal parts as there are ranks.
+    Every rank then gets its share of it, rank r part r of as many equal parts as there are ranks, while the step goes on.
 
     Args:
         prepare: given a step, the whole batch of all ranks as tensors like ``like``. It must depend on the step alone.
@@ -113,48 +115,79 @@ class PreparedBatches:
         for shape, _ in self.shapes:
             if not shape or shape[0] % ranks.world_size:
                 raise InputError("like", shape, f"a first dimension that divides among {ranks.world_size} ranks")
-        self.step = 0
-        self._maker: int | None = None  # of the batch that is trained on next
-        self._next: int | None = None
-        self._made: dict[int, Sequence[Tensor]] = {}
+        self._made: Sequence[Tensor] = ()
+        self._coming: _Coming | None = None
+        self._here: tuple[Tensor, ...] = ()
+        self.took: tuple[Place, float] | None = None
 
     def task(self, members: Members, places: Sequence[Place] = (), *, name: str = PREPROCESSING, **options: Any) -> Task:
-        """The task, on one rank of each host or on the places that are given; ``options`` are those of `Task`."""
+        """The task, on any single rank or in the places that are given; ``options`` are those of `Task`."""
         return Task(name, PREPROCESSING, tuple(places) or members.ones(), self._run, **options)
 
-    def decided(self, step: int, place: Place) -> None:
-        """On all ranks, before tasks run: who makes the batch of the step after ``step``."""
-        fresh = self.step != step - 1 or self._next is None
-        self.step, self._maker = step, place.ranks[0] if fresh else self._next
-        self._next = place.ranks[0]
+    def begin(self, step: int, place: Place) -> None:
+        """On all ranks, before tasks run: wait for this step's batch; where none is on its way, it is made here and now."""
+        if self._coming is None or self._coming.step != step:
+            self._coming = self._send(step, place, self._make(step) if self.ranks.rank == place.ranks[0] else ())
+        coming, start = self._coming, time.perf_counter()
+        self._here = coming.wait()
+        self.took = coming.place, coming.seconds + time.perf_counter() - start
+        self._coming = None
+        self.step = step
+
+    def send(self, place: Place) -> None:
+        """On all ranks, after tasks have run: the next step's batch goes to those who will train on it."""
+        made, self._made = self._made, ()
+        self._coming = self._send(self.step + 1, place, made)
 
     def on_batch(self, step: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """This rank's share of what was prepared for the step, instead of ``batch``; collective."""
-        maker, ranks = self._maker, self.ranks
-        whole: Sequence[Tensor] = []
-        if ranks.rank == maker:
-            whole = self._made.pop(step, None) or self._checked(self.prepare(step))
-        self._made = {other: made for other, made in self._made.items() if other > step}
-        return tuple(self._scatter(maker, whole[at] if whole else None, at) for at in range(len(self.shapes)))
+        """This rank's share of what was prepared for the step, instead of ``batch``."""
+        here, self._here = self._here, ()
+        return here
 
     def _run(self, place: Place) -> None:
-        self._made[self.step + 1] = self._checked(self.prepare(self.step + 1))
+        start = time.perf_counter()
+        self._made = self._make(self.step + 1)
+        self._seconds = time.perf_counter() - start
 
-    def _scatter(self, maker: int | None, whole: Tensor | None, at: int) -> Tensor:
-        shape, dtype = self.shapes[at]
-        if self.ranks.world_size == 1:
-            assert whole is not None
-            return whole
-        mine = torch.empty((shape[0] // self.ranks.world_size, *shape[1:]), dtype=dtype, device=self.ranks.device)
-        parts = None if whole is None else [part.to(mine.device) for part in whole.chunk(self.ranks.world_size)]
-        dist.scatter(mine, parts, src=maker, group=self.group)
-        return mine
-
-    def _checked(self, made: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _make(self, step: int) -> Sequence[Tensor]:
+        made = self.prepare(step)
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in made]
         if found != self.shapes:
             raise InputError("prepare", found, f"tensors like those that were named: {self.shapes}")
         return made
+
+    def _send(self, step: int, place: Place, made: Sequence[Tensor]) -> _Coming:
+        seconds, self._seconds = self._seconds, 0.0
+        if self.ranks.world_size == 1:
+            return _Coming(step, place, seconds, tuple(made), [])
+        mine, works, kept = [], [], []
+        for at, (shape, dtype) in enumerate(self.shapes):
+            part = torch.empty((shape[0] // self.ranks.world_size, *shape[1:]), dtype=dtype, device=self.ranks.device)
+            parts = [piece.to(part.device) for piece in made[at].chunk(self.ranks.world_size)] if made else None
+            works.append(dist.scatter(part, parts, src=place.ranks[0], group=self.group, async_op=True))
+            mine.append(part)
+            kept.append(parts)
+        return _Coming(step, place, seconds, tuple(mine), works, kept)
+
+    _seconds = 0.0
+    step = 0
+
+
+@dataclass
+class _Coming:
+    """A batch on its way: made in ``place`` in so many ``seconds`` (0 on other ranks)."""
+
+    step: int
+    place: Place
+    seconds: float
+    mine: tuple[Tensor, ...]
+    works: list[Any]
+    kept: list[Any] = field(default_factory=list)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for work in self.works:
+            work.wait()
+        return self.mine
 
 
 class ScheduledTasks:
@@ -195,10 +228,13 @@ class ScheduledTasks:
         decision = self.scheduler.begin(step)
         if decision.changed and self._events is not None:
             self._events.append(schedule_event(decision))
-        if self.batches is not None and self._preparing is not None:
-            self.batches.decided(step, self._preparing.place(decision.places[self._preparing.name]))
+        place = None if self._preparing is None else self._preparing.place(decision.places[self._preparing.name])
+        if self.batches is not None and place is not None:
+            self.batches.begin(step, place)
         self._timings.clear()
         self.scheduler.run(*BEFORE)
+        if self.batches is not None and place is not None:
+            self.batches.send(place)
 
     def on_backward_end(self, step: int) -> None:
         """Tells what all of it took."""
@@ -208,6 +244,9 @@ class ScheduledTasks:
                 self.scheduler.observe(self.levels[timing.level], timing.nbytes, timing.seconds)
         if self._reducing is not None and timings:
             self.scheduler.measured(self._reducing.name, communicating(timings))
+        if self.batches is not None and self._preparing is not None and self.batches.took is not None:
+            place, seconds = self.batches.took
+            self.scheduler.measured(self._preparing.name, seconds, place)
         self.scheduler.tell()
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:

@@ -168,7 +168,7 @@ class Chooser:
         seen, now = self.costs.seen[number], self.picks[number]
         if index not in seen or now not in seen:
             return "end of trial"
-        if seen[index].took <= (1 - self.rules.gain) * self.costs.seconds(number, now):
+        if self.costs.seconds(number, index) <= (1 - self.rules.gain) * self.costs.seconds(number, now):
             self.picks[number] = index
             self.usual.pop(number, None)
             self.waits.clear()
@@ -202,7 +202,8 @@ class Chooser:
             usual = self.usual.setdefault(number, now)
             if abs(now - usual) > 2 * self.rules.gain * usual:
                 self.usual[number] = now
-                mine = sorted((pair for pair in others if pair[0] == number), key=lambda pair: (self.costs.seconds(*pair), pair))
+                near = [pair for pair in others if pair[0] == number and not self.costs.strays(*pair)]
+                mine = sorted(near, key=lambda pair: (self.costs.seconds(*pair), pair))
                 self.doubts |= set(mine[:LOOKS])
 
     def _wait(self, pair: tuple[int, int]) -> int:

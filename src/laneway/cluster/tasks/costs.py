@@ -78,8 +78,15 @@ class Costs:
         task = self.tasks[number]
         place = task.places[index]
         work = max(0.0, task.seconds + (self._own(number, index) or 0.0))
-        total = work * self._slow(place) + self._wire(task, place)
-        return total * self.stray if task.level and self._strays(task, place) else total
+        return (work * self._slow(place) + self._wire(task, place)) * self._factor(number, index)
+
+    def strays(self, number: int, index: int) -> bool:
+        """Whether a place lies beyond the level that its task prefers."""
+        task = self.tasks[number]
+        if not task.level:
+            return False
+        ranks = task.places[index].ranks if task.home is None else (task.home, *task.places[index].ranks)
+        return self.members.span(ranks) > self.members.level(task.level)
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learned; the same on every rank."""
@@ -108,8 +115,11 @@ class Costs:
         return -math.inf if seen is None else seen.step
 
     def best(self, number: int, index: int) -> float:
-        """The least seconds that a place took, or any that is like it; infinite where nothing is known."""
-        return min((seen.best for seen in self._alike(number, index)), default=math.inf)
+        """The least seconds that a place took, or any that is like it, as predictions count them; infinite: nothing is known."""
+        return min((seen.best for seen in self._alike(number, index)), default=math.inf) * self._factor(number, index)
+
+    def _factor(self, number: int, index: int) -> float:
+        return self.stray if self.strays(number, index) else 1.0
 
     def _own(self, number: int, index: int) -> float | None:
         found = [seen.own for seen in self._alike(number, index)]
@@ -138,10 +148,6 @@ class Costs:
     def _way(self, home: int, rank: int) -> float:
         level = self.members.between(home, rank)
         return 0.0 if level < 0 else max(self.wire[home][level], self.wire[rank][level])
-
-    def _strays(self, task: Task, place: Place) -> bool:
-        ranks = place.ranks if task.home is None else (task.home, *place.ranks)
-        return self.members.span(ranks) > self.members.level(task.level)
 
 
 def _mean(old: float, new: float) -> float:

@@ -11,7 +11,7 @@ from laneway.cluster.tasks.choose import Chooser, Decision, Rules
 from laneway.cluster.tasks.clock import WorkClock
 from laneway.cluster.tasks.costs import Costs
 from laneway.cluster.tasks.load import LoadRow, row_size
-from laneway.cluster.tasks.members import Members
+from laneway.cluster.tasks.members import Members, Place
 from laneway.cluster.tasks.task import Task
 from laneway.core import InputError, LanewayError, Statistics, positive_int
 
@@ -127,14 +127,28 @@ class TaskScheduler:
             self._own_work(count=False)
         return results
 
-    def measured(self, name: str, seconds: float) -> None:
-        """What a task took in this step on this rank, where ``run`` can't see it: it only sets something up."""
+    def measured(self, name: str, seconds: float, place: Place | None = None) -> None:
+        """What a task took, as this rank saw it, where ``run`` can't see all of it; instead of what it saw.
+
+        Args:
+            name: of the task.
+            seconds: the largest of all ranks counts.
+            place: where it ran; by default where this step's decision says.
+
+        Raises:
+            InputError: no such task or place.
+        """
         number = next((number for number, task in enumerate(self.tasks) if task.name == name), None)
         if number is None:
             raise InputError("name", name, "one of " + ", ".join(task.name for task in self.tasks))
-        if self.decision is not None and number in self.decision.indices:
+        index = None if self.decision is None else self.decision.indices.get(number)
+        if place is not None:
+            if place not in self.tasks[number].places:
+                raise InputError("place", place.name, f"a place of task {name!r}")
+            index = self.tasks[number].places.index(place)
+        if index is not None:
             where = self._late if self._told else self._row.tasks
-            where[number] = (seconds, float(self.decision.indices[number]))
+            where[number] = (seconds, float(index))
 
     def observe(self, level: str, nbytes: float, seconds: float) -> None:
         """Something of ``nbytes`` went between this rank and another of a level, and took ``seconds``."""

@@ -70,7 +70,7 @@ def problems(draw: st.DrawFn, together: bool = True) -> tuple[list[list[Option]]
 
 
 @given(problems())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_the_plan_is_the_best_of_all(problem):
     tasks, busy = problem
     found = solve(tasks, busy)

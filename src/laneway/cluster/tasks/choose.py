@@ -168,10 +168,12 @@ class Chooser:
         seen, now = self.costs.seen[number], self.picks[number]
         if index not in seen or now not in seen:
             return "end of trial"
-        if self.costs.seconds(number, index) <= (1 - self.rules.gain) * self.costs.seconds(number, now):
+        options = [self._options(number)]
+        if self._better(value(options, self.costs.busy, [now]), value(options, self.costs.busy, [index])):
             self.picks[number] = index
             self.usual.pop(number, None)
-            self.waits.clear()
+            self.doubts = {pair for pair in self.doubts if pair[0] != number}
+            self.waits = {pair: wait for pair, wait in self.waits.items() if pair[0] != number}
             self.pause = 1
             return "better"
         wait = 2 * self.waits.get((number, index), self.rules.refresh)
@@ -196,12 +198,18 @@ class Chooser:
         return found
 
     def _doubt(self, ready: Sequence[int], others: Sequence[tuple[int, int]]) -> None:
-        """Where what runs now has become slower or faster by twice the margin, what was measured elsewhere no longer holds."""
+        """Where what runs now has become slower or faster by twice the margin, what was measured elsewhere no longer holds.
+
+        Slower, but as fast as anything ever was: then there is nothing to look for.
+        """
+        gain = self.rules.gain
         for number in ready:
             now = self.costs.seconds(number, self.picks[number])
             usual = self.usual.setdefault(number, now)
-            if abs(now - usual) > 2 * self.rules.gain * usual:
+            if abs(now - usual) > 2 * gain * usual:
                 self.usual[number] = now
+                if now > usual and now <= (1 + gain) * self.costs.least(number):
+                    continue
                 near = [pair for pair in others if pair[0] == number and not self.costs.strays(*pair)]
                 mine = sorted(near, key=lambda pair: (self.costs.seconds(*pair), pair))
                 self.doubts |= set(mine[:LOOKS])

@@ -114,6 +114,10 @@ class Costs:
         seen = self.seen[number].get(index)
         return -math.inf if seen is None else seen.step
 
+    def least(self, number: int) -> float:
+        """The least seconds that a task took anywhere."""
+        return min((seen.best for seen in self.seen[number].values()), default=math.inf)
+
     def best(self, number: int, index: int) -> float:
         """The least seconds that a place took, or any that is like it, as predictions count them; infinite: nothing is known."""
         return min((seen.best for seen in self._alike(number, index)), default=math.inf) * self._factor(number, index)

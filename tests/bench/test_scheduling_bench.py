@@ -42,7 +42,7 @@ def test_rows_are_sums_and_their_ratios():
 def test_options():
     assert quick(SchedulingOptions()).phases % 4 == 0
     assert set(SETTINGS) == set(EXPERIMENTS)
-    with pytest.raises(InputError, match="experiments: got 'reduce'; accepted: one of preparing.*did you mean 'reducing'"):
+    with pytest.raises(InputError, match=r"experiments: got 'reduce'; accepted: one of preparing.*did you mean 'reducing'"):
         SchedulingOptions(("reduce",)).check()
     with pytest.raises(InputError, match="experiments: got ''"):
         SchedulingOptions(()).check()

@@ -20,7 +20,7 @@ class Seen:
     """What a task took in a place.
 
     Attributes:
-        own: seconds on an idle member beyond what was declared, a running mean.
+        own: seconds beyond what was declared, a running mean.
         took: seconds, as last measured.
         best: the least so far.
         step: of the last measurement.
@@ -37,9 +37,10 @@ class Seen:
 class Costs:
     """Seconds of each task in each place.
 
-    A place takes (declared + learned seconds) × how slow its slowest rank is now + the bytes it sends or fetches × what a byte
-    takes now at their level. What is learned is what the measured seconds leave over; a place that was never measured is taken to
-    be like the others of its variant.
+    A place takes the declared seconds of work × how slow its slowest rank is now + the bytes it sends or fetches × what a byte
+    takes now at their level + what was learned: what measured seconds leave over. (Only work that is declared gets slower with
+    the rank: of what is measured, nobody knows whether it was work or waiting.) A place that was never measured is taken to be
+    like the others of its variant.
 
     Args:
         tasks: what there is to run.
@@ -77,8 +78,8 @@ class Costs:
         """The prediction for task ``number`` in its place ``index``."""
         task = self.tasks[number]
         place = task.places[index]
-        work = max(0.0, task.seconds + (self._own(number, index) or 0.0))
-        return (work * self._slow(place) + self._wire(task, place)) * self._factor(number, index)
+        known = task.seconds * self._slow(place) + self._wire(task, place)
+        return max(0.0, known + (self._own(number, index) or 0.0)) * self._factor(number, index)
 
     def strays(self, number: int, index: int) -> bool:
         """Whether a place lies beyond the level that its task prefers."""
@@ -104,7 +105,7 @@ class Costs:
 
     def _note(self, number: int, index: int, place: Place, took: float, step: int) -> None:
         task, old = self.tasks[number], self.seen[number].get(index)
-        own = (took - self._wire(task, place)) / self._slow(place) - task.seconds
+        own = took - self._wire(task, place) - task.seconds * self._slow(place)
         if old is not None and step - old.step <= self.refresh:
             own = _mean(old.own, own)
         self.seen[number][index] = Seen(own, took, took if old is None else min(took, old.best), step)

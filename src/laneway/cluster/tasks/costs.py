@@ -111,7 +111,7 @@ class Costs:
         self.busy, self.slow = list(state["busy"]), list(state["slow"])
         self.wire = [list(row) for row in state["wire"]]
         self.seen = [
-            {int(index): Seen(*map(float, values[:4]), int(values[4])) for index, values in places.items()}
+            {int(index): Seen(values[0], values[1], values[2], values[3], int(values[4])) for index, values in places.items()}
             for places in state["seen"]
         ]
 

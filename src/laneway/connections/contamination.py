@@ -6,11 +6,14 @@ median of ln n over its last ``WINDOW`` steps, and leave-one-out barycentres ove
     expected      r = q̄ + barycentre of the peers now − barycentre of the peers' past       (the past moved as the peers moved)
     temporal      d = max( excess of q over r,   ln n − m − median over K of (ln n − m) )
     cross-path    x = max( excess of q over the peers' barycentre,   ln n − median over K of ln n ),   less its median over K
-    thresholds    t = max( floor, ζ · 1.4826 · median absolute deviation over K ),   of d and of x each
-    score         min( d / t_d,  x / t_x ); contaminated from 1 on
+    habit         h = max( largest d of the last checks,  largest ln n of the last steps − m ),  at most 1.5 · floor
+    threshold     t = max( floor, ζ · 1.4826 · median absolute deviation of d over K ) + h
+    score         min( d / t,  x / floor ); contaminated from 1 on, and until it is below ½ again
 
 The excess is the Wasserstein-2 distance as far as the path is the larger one; the norm sees a few huge values that a sample may
-miss. A path without a past is judged by its peers alone, above a higher floor; one with fewer than two peers by its past alone.
+miss. Gradients of some paths (the first sites') vary by orders of magnitude in a healthy run: the habit is what each path does
+without being contaminated. A path without a past is judged by its peers alone: contaminated where x is above a higher floor and
+ζ · 1.4826 · median absolute deviation of x over K; one with fewer than two peers by its past alone.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ MAD = 1.4826  # median absolute deviation → standard deviation of a normal dis
 WINDOW = 32  # norms and peaks that a path remembers
 YOUNG = 3  # checks until a path has a past
 FEWEST = 3  # paths of a kind that make peers
+STAY = 0.5  # part of the threshold above which a contaminated path stays so
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of each path: its score; where its quantiles, its norm and its largest magnitude should lie, as logarithms."""
+    """Of each path: score, distance from its past; where quantiles, norm and largest magnitude should lie, as logarithms."""
 
     score: Tensor
+    distance: Tensor
     target: Tensor
     norm: Tensor
     peak: Tensor
@@ -88,6 +93,13 @@ class History:
         self.norms = torch.full((paths, WINDOW), math.nan, dtype=torch.float64)
         self.steps = torch.zeros(paths, dtype=torch.int64)
         self.peaks = torch.full((paths, WINDOW), math.nan, dtype=torch.float64)
+        self.distances = torch.full((paths, WINDOW), math.nan, dtype=torch.float64)
+
+    def habit(self, settings: Settings) -> Tensor:
+        """How far a path has strayed from its usual norm or distribution lately, without being contaminated."""
+        spread = self.norms.nan_to_num(-math.inf).amax(1) - self.norm
+        habit = torch.maximum(spread, self.distances.nan_to_num(0.0).amax(1)).nan_to_num(0.0)
+        return habit.clamp(0.0, 1.5 * settings.floor)
 
     @property
     def mature(self) -> Tensor:
@@ -99,10 +111,13 @@ class History:
         """The usual norm of each path: the median of its last ones."""
         return self.norms.nanmedian(1).values
 
-    def add_norms(self, norms: Tensor, flagged: Sequence[int], release: float) -> None:
-        """A step's norms; of flagged paths at most ``release`` over their usual one."""
+    def add_norms(self, norms: Tensor, held: dict[int, float]) -> None:
+        """A step's norms; of contaminated paths at most what ``held`` says. Without a past, what they had so far is forgotten."""
         norms = norms.clone()
-        norms[list(flagged)] = torch.minimum(norms, self.norm + release)[list(flagged)]
+        for path, most in held.items():
+            norms[path] = norms[path].clamp_max(most)
+            if not self.mature[path]:
+                self.norms[path] = math.nan
         _push(self.norms, self.steps, norms)
         self.steps += norms.isfinite()
 
@@ -115,6 +130,7 @@ class History:
         self.mean = torch.where(usable[:, None], self.mean + weight * (seen - self.mean), self.mean)
         peaks = torch.where(flagged, torch.minimum(reading.peaks, verdict.peak + settings.release), reading.peaks)
         _push(self.peaks, self.checks, torch.where(usable, peaks, math.nan))
+        _push(self.distances, self.checks, torch.where(usable & ~flagged, verdict.distance, math.nan))
         self.checks += usable
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,24 +148,34 @@ def _push(ring: Tensor, counts: Tensor, values: Tensor) -> None:
     ring[fine, counts[fine] % ring.shape[1]] = values[fine]
 
 
-def suspicious(norms: Tensor, history: History, settings: Settings) -> Tensor:
+def suspicious(norms: Tensor, history: History, episode: Tensor, settings: Settings) -> Tensor:
     """The screen: paths [paths] whose norm leaps over its own past further than the others' do now, or is not finite.
 
-    ``norms`` are logarithms; −inf stands for no gradient.
+    ``norms`` are logarithms; −inf stands for no gradient. ``episode``: paths that were contaminated when they were last checked.
     """
     leap, odd = norms - history.norm, norms.isnan() | norms.isposinf()
     known = leap.isfinite() & (history.steps >= YOUNG)
     if not known.any():
         return odd
     over = leap - leap[known].median()
-    threshold = max(settings.floor, settings.zeta * MAD * over[known].abs().median().item())
-    return (known & (over > threshold)) | odd
+    threshold = robust_threshold(over, known, settings.floor, settings.zeta)
+    limit = (threshold + history.habit(settings)) * torch.where(episode, STAY, 1.0)
+    return (known & (over > limit)) | odd
 
 
-def judge(reading: Reading, history: History, kinds: Sequence[Sequence[int]], settings: Settings) -> Verdict:
-    """Score every path and say what would be usual for it. ``kinds``: the paths of each kind."""
+def judge(reading: Reading, history: History, kinds: Sequence[Sequence[int]], episode: Tensor, settings: Settings) -> Verdict:
+    """Score every path and say what would be usual for it.
+
+    Args:
+        reading: what they are now.
+        history: what they were.
+        kinds: the paths of each kind.
+        episode: [paths], which were contaminated when they were last checked.
+        settings: what counts.
+    """
     paths = len(reading.norms)
-    score, target = torch.zeros(paths, dtype=torch.float64), reading.quantiles.clone()
+    score, distance = torch.zeros(2, paths, dtype=torch.float64)
+    target = reading.quantiles.clone()
     norm, peak = reading.norms.clone(), reading.peaks.clone()
     usable = reading.usable
     known = usable & history.mature
@@ -159,8 +185,9 @@ def judge(reading: Reading, history: History, kinds: Sequence[Sequence[int]], se
         if len(here) == 0:
             continue
         found = _Kind(reading, history, here, known[here], drift, settings)
-        score[here], target[here], norm[here], peak[here] = found.score, found.target, found.norm, found.peak
-    return Verdict(score, target, norm, peak)
+        score[here], distance[here] = found.score, found.distance
+        target[here], norm[here], peak[here] = found.target, found.norm, found.peak
+    return Verdict(torch.where(episode, score / STAY, score), distance, target, norm, peak)
 
 
 def _common_drift(reading: Reading, history: History, known: Tensor) -> tuple[float, float]:
@@ -179,44 +206,50 @@ class _Kind:
     ) -> None:
         self.settings, self.known = settings, known
         self.q, self.n = reading.quantiles[here], reading.norms[here]
-        self.past, self.usual = history.mean[here], history.norm[here]
-        across, self.centre = self._cross()
-        after, self.expected = self._temporal(drift)
-        alone = torch.full_like(after, math.inf) if len(here) < FEWEST else across
-        strict = across * (settings.floor / settings.young_floor) if len(here) >= FEWEST else torch.zeros_like(after)
-        self.score = torch.where(known, torch.minimum(after, alone), strict)
+        self.past, self.usual, self.habit = history.mean[here], history.norm[here], history.habit(settings)[here]
+        across, strict, self.centre = self._cross()
+        self.distance, self.expected = self._temporal(drift)
+        after = self.distance / (self._threshold(self.distance, known, settings.floor) + self.habit)
+        self.score = torch.where(known, torch.minimum(after, across), strict)
         self.target = torch.where(known[:, None], self.expected, self.centre)
         middle = self.n.quantile(0.5)
         self.norm = torch.where(known, history.norms[here].nanquantile(0.9, dim=1), middle)
         past_peak = history.peaks[here].nan_to_num(-math.inf).amax(1)
         self.peak = torch.where(known, past_peak, reading.peaks[here].quantile(0.5))
 
-    def _cross(self) -> tuple[Tensor, Tensor]:
-        """Against the peers: distance over threshold, and their barycentre."""
+    def _cross(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Against the peers: distance over its threshold with and without a past, and the peers' barycentre."""
         if len(self.q) < FEWEST:
-            return torch.zeros_like(self.n), self.q
+            return torch.full_like(self.n, math.inf), torch.zeros_like(self.n), self.q
+        floor, everyone = self.settings.floor, torch.ones_like(self.known)
         rough = excess(self.q, self.q.quantile(0.5, dim=0))
-        everyone = torch.ones_like(self.known)
-        centre = barycentre(self.q, self._over(rough - rough.quantile(0.5), everyone) < 1)
+        centre = barycentre(self.q, rough - rough.quantile(0.5) < self._threshold(rough, everyone, floor))
         raw = torch.maximum(excess(self.q, centre), self.n - self.n.quantile(0.5))
-        return self._over(raw - raw.quantile(0.5), everyone), centre
+        raw = raw - raw.quantile(0.5)
+        return raw / floor, raw / self._threshold(raw, everyone, self.settings.young_floor), centre
 
     def _temporal(self, drift: tuple[float, float]) -> tuple[Tensor, Tensor]:
-        """Against the own past, moved as the peers moved: distance over threshold, and that past."""
-        moved, leap = self.q - self.past, self.n - self.usual
+        """Against the own past, moved as the peers moved: distance, and that past."""
+        moved, leap, floor = self.q - self.past, self.n - self.usual, self.settings.floor
         common = moved.new_full((len(moved), 1), drift[0])
         if int(self.known.sum()) >= FEWEST:
             rough = excess(moved, moved[self.known].quantile(0.5, dim=0))
-            common = barycentre(moved, self.known & (self._over(rough - rough[self.known].quantile(0.5), self.known) < 1))
+            common = barycentre(
+                moved, self.known & (rough - rough[self.known].quantile(0.5) < self._threshold(rough, self.known, floor))
+            )
             leap = leap - leap[self.known].quantile(0.5)
         else:
             leap = leap - drift[1]
         distance = torch.maximum(excess(moved, common.expand_as(moved)), leap)
-        return self._over(torch.where(self.known, distance, 0.0), self.known), self.past + common
+        return torch.where(self.known, distance, 0.0), self.past + common
 
-    def _over(self, distances: Tensor, among: Tensor) -> Tensor:
-        """In units of the threshold; ``among``: the paths that say how distances vary."""
-        if not among.any():
-            return torch.zeros_like(distances)
-        deviation = MAD * (distances[among] - distances[among].quantile(0.5)).abs().quantile(0.5)
-        return distances / max(self.settings.floor, self.settings.zeta * deviation.item())
+    def _threshold(self, distances: Tensor, among: Tensor, floor: float) -> float:
+        return robust_threshold(distances, among, floor, self.settings.zeta)
+
+
+def robust_threshold(distances: Tensor, among: Tensor, floor: float, zeta: float) -> float:
+    """``zeta`` deviations, by the median absolute deviation of the paths ``among``; at least ``floor``, all there is of few."""
+    if int(among.sum()) < FEWEST:
+        return floor
+    deviation = MAD * (distances[among] - distances[among].quantile(0.5)).abs().quantile(0.5)
+    return max(floor, zeta * deviation.item())

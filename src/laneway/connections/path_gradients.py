@@ -125,9 +125,10 @@ class PathGradients:
         none = torch.zeros(1, device=self.device)
         if not views:
             return none.expand(len(self.paths), 1).clone()
-        norms = torch._foreach_norm([view.data for view in views], order, dtype=torch.float32)
+        wide = any(view.data.dtype == torch.float64 for view in views)
+        norms = torch._foreach_norm([view.data for view in views], order, dtype=torch.float64 if wide else torch.float32)
         # By index and in a fixed order: a scattered sum may differ in its last bits between two ranks.
-        return torch.cat([torch.stack(norms), none])[self._places(tuple(view.path for view in views))]
+        return torch.cat([torch.stack(norms).float(), none])[self._places(tuple(view.path for view in views))]
 
     def _places(self, owners: tuple[int, ...]) -> Tensor:
         if self._table is None or self._table[0] != owners:

@@ -4,9 +4,9 @@ After a backward pass that is looked at, on a bounded sample of every path's gra
 
     1. the distribution of ln|g|, the barycentre of its peers, its own past, a score (formulas: ``contamination``)
     2. for each path with a score ≥ 1, and for no other:
-           ln|g| ← ln|g| − strength · max(0, q − r)     at the level of |g| in the path's own distribution q; r: what is expected
+           ln|g| ← ln|g| − strength · max(0, q − r − ln 4)     at the level of |g| in the path's quantiles q; r: the expected ones
            |g|   ← min(|g|, largest magnitude the path has had lately)
-           g     ← g · min(1, N / |g|₂)                 N: the 0.9-quantile of the path's own last norms
+           g     ← g · min(1, N / |g|₂)       N: the 0.9-quantile of the path's own last norms
 
 Signs stay, and no value grows. Without an outlier no gradient is written to. Every ``every``-th step is looked at; with the
 screen so is any step in which the norm of a path leaps, so that a fault is met when it begins. A path with a NaN or an infinite
@@ -34,6 +34,7 @@ from laneway.core import InputError, Statistics, choice, positive_int
 SCREENS = ("now", "late", "off")
 SQUARES = "purify/squares"
 YOUNG_MARGIN = math.log(16)
+TOLERANCE = math.log(4)  # quantiles within this factor of what is expected stay where they are
 
 
 class GradientPurifier:
@@ -69,8 +70,8 @@ class GradientPurifier:
         sample: int = 1024,
         screen: str = "now",
         strength: float = 0.9,
-        floor: float = math.log(8),
-        zeta: float = 6.0,
+        floor: float = math.log(32),
+        zeta: float = 3.5,
         release: float = 0.01,
         tell: Tell | None = None,
         verify: bool = False,
@@ -98,6 +99,7 @@ class GradientPurifier:
         self.statistics: Statistics | None = None
         self.checks = 0
         self.flagged: list[int] = []
+        self.held: dict[int, float] = {}  # contaminated paths of this step: what their past may take their norm for
         self.in_a_row = [0] * len(self.paths)
         self._alarm = False
         self._squares: Tensor | None = None  # of the step before, for the late screen
@@ -127,16 +129,16 @@ class GradientPurifier:
         norms = None
         if self.screen == "now":
             norms = self.gradients.norms().double().cpu().log()
-            alarm = bool(suspicious(norms, self.history, self.settings).any())
+            alarm = bool(self._suspicious(norms).any())
         elif self.screen == "late":
             self._keep_squares()
-        self.flagged = []
+        self.flagged, self.held = [], {}
         if due or alarm:
             reading, poisoned = read(self.gradients, self.sample)
             self._repair(reading, poisoned, due)
             norms = reading.norms
         if norms is not None and self.screen != "late":
-            self.history.add_norms(norms, self.flagged, self.settings.release)
+            self.history.add_norms(norms, self.held)
         self.agreement.put([step, *self.flagged])
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
@@ -153,7 +155,7 @@ class GradientPurifier:
             "names": [path.name for path in self.paths],
             "history": self.history.state_dict(),
             "in_a_row": list(self.in_a_row),
-            "flagged": list(self.flagged),
+            "held": [[path, norm] for path, norm in self.held.items()],
             "squares": self._squares,
         }
 
@@ -165,16 +167,24 @@ class GradientPurifier:
         """
         check_names(state["names"], self.paths)
         self.history.load_state_dict(state["history"])
-        self.in_a_row, self.flagged = list(state["in_a_row"]), list(state["flagged"])
+        self.in_a_row, self.held = list(state["in_a_row"]), dict(state["held"])
         self._squares = None if state["squares"] is None else state["squares"].to(self.gradients.device)
 
     # -- screen
 
     def _look_at(self, norms: Tensor) -> bool:
         """Whether the step before calls for a check; its norms become part of the past."""
-        odd = suspicious(norms, self.history, self.settings).nonzero().flatten().tolist()
-        self.history.add_norms(norms, [*self.flagged, *odd], self.settings.release)
+        odd = self._suspicious(norms).nonzero().flatten().tolist()
+        held = {path: self.history.norm[path].item() + self.settings.release for path in odd}
+        self.history.add_norms(norms, held | self.held)
         return bool(odd)
+
+    def _suspicious(self, norms: Tensor) -> Tensor:
+        return suspicious(norms, self.history, self._episode, self.settings)
+
+    @property
+    def _episode(self) -> Tensor:
+        return torch.tensor(self.in_a_row) > 0
 
     def _keep_squares(self) -> None:
         squares = self.gradients.squares()
@@ -188,8 +198,10 @@ class GradientPurifier:
     def _repair(self, reading: Reading, poisoned: Tensor, due: bool) -> None:
         """Correct what is contaminated. The past of quantiles is of checks that are due: others come when something is wrong."""
         self.checks += 1
-        verdict = judge(reading, self.history, self.kinds, self.settings)
+        verdict = judge(reading, self.history, self.kinds, self._episode, self.settings)
         self.flagged = verdict.flagged
+        usual = torch.where(self.history.mature, self.history.norm, verdict.norm) + self.settings.release
+        self.held = {path: usual[path].item() for path in self.flagged}
         corrections = self._correct(reading, verdict) if self.flagged else {}
         corrections |= dict.fromkeys(poisoned.nonzero().flatten().tolist())
         for index in range(len(self.paths)):
@@ -204,7 +216,7 @@ class GradientPurifier:
         for path in self.flagged:
             largest = verdict.peak[path].exp().item()
             for view in self.gradients.of(path):
-                move_down(view.data, reading.quantiles[path], verdict.target[path], self.strength)
+                move_down(view.data, reading.quantiles[path], verdict.target[path] + TOLERANCE, self.strength)
                 view.data.clamp_(-largest, largest)
         norms, before = norms_of(self.gradients, self.flagged), reading.norms[self.flagged].exp()
         scale = (verdict.norm[self.flagged].exp() / norms).clamp_max(1.0)

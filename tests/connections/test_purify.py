@@ -126,22 +126,22 @@ def test_a_huge_value_costs_its_neighbours_nothing():
         purifier.on_backward_end(25)
         after = net.gradients()
         same = before["blocks.1.out"] == after["blocks.1.out"]
-        assert same.sum() == same.numel() - 1
-        assert 0 < after["blocks.1.out"][3, 5] <= before["blocks.1.out"].abs().sort().values.flatten()[-1]
-        assert after["blocks.1.out"][3, 5] < 100 * before["blocks.1.out"].abs().median()
+        assert same.sum() >= same.numel() - 3  # what lies between the highest quantiles may move a little
+        assert 0 < after["blocks.1.out"][3, 5] < 20 * before["blocks.1.out"].abs().median()
 
 
 def test_a_part_of_a_path_is_moved_and_the_rest_hardly():
     net = Net(seed=5)
     purifier = GradientPurifier(net.paths, 4)
     settle(net, purifier)
+    usual = purifier.history.norms[3].exp().nanquantile(0.9)
     purifier.on_step_begin(25)
     healthy = net.backward()["blocks.1.out"]
     net.parameters["blocks.1.out"].grad[:4] *= 1e4  # a fifth of it
     purifier.on_backward_end(25)
     after = net.parameters["blocks.1.out"].grad
     assert purifier.flagged == [3]
-    assert after.norm() <= purifier.history.norms[3].exp().nanquantile(0.9) * 1.001
+    assert after.norm() <= usual * 1.001
     assert after[4:].norm() > 0.3 * healthy[4:].norm()
 
 
@@ -193,7 +193,7 @@ def test_a_leap_that_lasts_is_taken_for_usual_at_the_pace_of_release(release, la
     net = Net(seed=6)
     purifier = GradientPurifier(net.paths, 2, release=release)
     settle(net, purifier)
-    found = [step(net, purifier, number, {"blocks.2.in": 300.0})[2]["purified_paths"] for number in range(25, 100)]
+    found = [step(net, purifier, number, {"blocks.2.in": 300.0})[2]["purified_paths"] for number in range(25, 70)]
     assert found[0] == 1
     assert found[-1] == last
 
@@ -250,7 +250,7 @@ def test_a_long_episode_is_told_of_at_its_1st_10th_and_100th_check():
     net = Net(seed=10, layers=3)
     purifier = GradientPurifier(net.paths, 4, release=0.0, tell=lambda kind, **fields: told.append({"kind": kind, **fields}))
     settle(net, purifier)
-    for number in range(25, 140):
+    for number in range(25, 126):
         step(net, purifier, number, {"blocks.1.in": 1e5})
     assert [fields["in_a_row"] for fields in told] == [1, 10, 100]
     assert {fields["kind"] for fields in told} == {"purify"}

@@ -136,7 +136,7 @@ class GradientPurifier:
         if due or alarm:
             reading, poisoned = read(self.gradients, self.sample)
             self._repair(reading, poisoned, due)
-            norms = reading.norms
+            norms = reading.norms if norms is None else norms
         if norms is not None and self.screen != "late":
             self.history.add_norms(norms, self.held)
         self.agreement.put([step, *self.flagged])

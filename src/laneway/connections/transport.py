@@ -87,7 +87,7 @@ def move_down(gradient: Tensor, source: Tensor, target: Tensor, strength: float,
 
 def interpolate(x: Tensor, knots: Tensor, values: Tensor) -> Tensor:
     """Linear between increasing ``knots`` [K], constant beyond them."""
-    right = torch.searchsorted(knots, x).clamp(1, len(knots) - 1)
+    right = torch.searchsorted(knots, x.contiguous()).clamp(1, len(knots) - 1)
     low, high = knots[right - 1], knots[right]
     part = ((x - low) / (high - low).clamp_min(torch.finfo(knots.dtype).tiny)).clamp(0, 1)
     return torch.lerp(values[right - 1], values[right], part)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from netlab import lab
 
 from laneway.data.text import TextDataConfig
 from laneway.models.gpt import GPTConfig
 from laneway.train.config import OptimizerConfig, TrainConfig
+
+__all__ = ["lab"]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,11 +13,13 @@ BENCHES = {
     "step": "a whole training step with hyper-connections over the same step with plain residuals",
     "memory": "a training step under a budget of memory, against plain training, checkpointing and other ways to need less",
     "quality": "the same training run with different residuals: validation loss, step time, memory, gain",
+    "stability": "which residual and which mechanism keeps a run alive: divergence, composite gain, recovery after faults",
     "modalities": "images, and images with text, with and without hyper-connections: accuracy, step time",
     "precision": "a training step in fp32 and under bf16 autocast: how many times faster, on which instructions",
     "convert": "a pretrained Llama goes on training: plain, converted with its maps alone, converted as a whole",
     "soak": "training of varying length under a memory limit, with spikes, NaN, kills, a full disk, damage: managed, unmanaged",
     "policies": "eviction policies on recorded training steps in a simulated device: stall, overhead, bytes moved",
     "planner": "the cost model on published step times, per model size; claims simulated on stated networks",
+    "scheduling": "where tasks run, decided before each step, against fixed choices, on a network whose load moves",
     "lora": "fine-tunes with a mistake: whether the consistency check says so before the loss does, and its false alarms",
 }

@@ -6,7 +6,6 @@ so that code which asks for an axis need not know whether it is in use. Place p 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from laneway.cluster.agree import agree_on_groups
 from laneway.cluster.layout import Layout
 from laneway.core import InputError, LanewayError
 
@@ -91,20 +90,9 @@ def _checked(order: Sequence[int] | None, world: int) -> tuple[int, ...]:
 
 
 def _agree(key: tuple[Any, ...], device_type: str) -> None:
-    """All ranks want the same mesh, and count their groups from the same number on.
-
-    A group's name, by which its members find each other, is the number of groups that the process has made. Where user code
-    made a group on some ranks alone, the numbers differ and members would wait for each other for ever (pytorch#173608): all go
-    on from the largest.
-    """
-    digest = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:6], "big")
     device = torch.device(device_type) if device_type == "cpu" else torch.accelerator.current_accelerator()
-    found = torch.tensor([distributed_c10d._world.group_count, digest, -digest], dtype=torch.int64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    count, most, least = found.tolist()
-    if most != -least:
-        raise LanewayError("the ranks ask for different meshes: layout, device type or order of ranks differ")
-    distributed_c10d._world.group_count = count
+    assert device is not None
+    agree_on_groups(key, device, "the ranks ask for different meshes: layout, device type or order of ranks differ")
 
 
 def _make_axis(grid: torch.Tensor, axis: int) -> dist.ProcessGroup:

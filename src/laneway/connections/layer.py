@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laneway.connections import manifolds, ops, site_ops, start
+from laneway.connections.control import StreamControl, apply_control
 from laneway.connections.parameters import WideParameters
 from laneway.core import InputError, choice, positive_int
 
@@ -33,9 +34,10 @@ class Merge:
         maps: Tensor | None = None,
         post_map: Tensor | None = None,
         res_map: Tensor | None = None,
+        pre_map: Tensor | None = None,
     ) -> None:
         self.site, self.x, self.shape, self.carry = site, x, shape, carry
-        self.maps, self.post_map, self.res_map = maps, post_map, res_map
+        self.maps, self.post_map, self.res_map, self.pre_map = maps, post_map, res_map, pre_map
 
     def __call__(self, f: Tensor) -> Tensor:
         """H_res x + H_postᵀ f: f […, C] → […, n, C].
@@ -157,6 +159,9 @@ class HyperConnection(WideParameters):
             None: True for one stream, else False. False with one stream keeps the maps.
         device, dtype: of the parameters; fp32 or float64.
 
+    Attributes:
+        control: what may change the maps of each pass (see control.py); None, as at first: nothing.
+
     Raises:
         InputError: a value out of range, or an unknown manifold (the nearest is suggested).
     """
@@ -196,6 +201,7 @@ class HyperConnection(WideParameters):
         self.single_pass = single_pass and not self.disabled
         self.cap, self.eps, self.norm_eps = cap, eps, norm_eps
         self.observers: list[Callable[[HyperConnection, Tensor, Tensor], None]] = []
+        self.control: StreamControl | None = None
         if self.disabled:
             return
         self.res = manifolds.build(manifold, streams, iterations=iterations, eps=eps)
@@ -241,13 +247,15 @@ class HyperConnection(WideParameters):
         if pre is not None and not self.single_pass:
             raise InputError("pre", list(pre.shape), "None: the site is not single-pass")
         h, merge = self.enter(x, pre) if isinstance(x, Tensor) else x.enter(self, pre)
+        if self.control is not None:
+            h = apply_control(self, merge.x, h, merge)
         if self.observers and (res := merge.res) is not None:
             for observe in self.observers:
                 observe(self, merge.x.detach(), res.detach())
         return h, merge
 
     def enter(self, x: Tensor, pre: Tensor | None) -> tuple[Tensor, Merge]:
-        """``forward`` of streams, without the observers."""
+        """``forward`` of streams, without the control and the observers."""
         if x.shape[-2:] != (self.streams, self.dim):
             raise InputError("x", list(x.shape), f"[..., streams = {self.streams}, dim = {self.dim}]")
         if self.disabled:
@@ -257,8 +265,9 @@ class HyperConnection(WideParameters):
             h, maps, carry, *_ = site_ops.mhc_pre(x, self.carried(x, pre), *self.arguments)
             return h, Merge(self, x, h.shape, carry, maps)
         with torch.autocast(x.device.type, enabled=False):
-            h, carry, post, res = self._maps(x)
-        return h, Merge(self, x, h.shape, carry, None, post, res)
+            h, carry, logits, post, res = self._maps(x)
+            pre = None if self.control is None else self._pre(logits)
+        return h, Merge(self, x, h.shape, carry, None, post, res, pre)
 
     @property
     def mhc(self) -> bool:
@@ -283,17 +292,21 @@ class HyperConnection(WideParameters):
             raise InputError("pre", list(pre.shape), f"[{tokens}, {self.streams}]")
         return pre.contiguous()
 
-    def _maps(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x […, n, C] → h […, C], carry, H_post [N, n], H_res [N, out, in], N all leading dims."""
+    def _pre(self, logits: Tensor) -> Tensor:
+        """H_pre [N, n] that pre_mix made of these logits."""
+        return logits[:, : self.streams] if self.manifold == "none" else logits[:, : self.streams].sigmoid() + self.eps
+
+    def _maps(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """x […, n, C] → h […, C], carry, logits [N, m], H_post [N, n], H_res [N, out, in], N all leading dims."""
         n, hc = self.streams, self.manifold == "none"
         eps = 0.0 if hc else self.eps
         h, logits, carry, *_ = ops.pre_mix(x, self.fn, self.base, self.scale, hc, self.norm_eps, eps)
         post, res = logits[:, n : 2 * n], logits[:, 2 * n :]
         if hc:
-            return h, carry, post, self.res(res)
+            return h, carry, logits, post, self.res(res)
         if self.cap is not None:
             res = torch.tanh(res / self.cap) * self.cap
-        return h, carry, 2 * post.sigmoid(), self.res(res)
+        return h, carry, logits, 2 * post.sigmoid(), self.res(res)
 
 
 def _plain(site: HyperConnection, x: Tensor) -> tuple[Tensor, Merge]:

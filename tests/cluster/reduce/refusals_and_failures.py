@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from laneway.cluster.reduce.check import check_reducer
 from laneway.cluster.reduce.defaults import direct_scheme
 from laneway.cluster.reduce.groups import LevelGroups
 from laneway.cluster.reduce.reducer import HierarchicalReducer
-from laneway.cluster.reduce.scheme import LevelScheme, ReductionScheme
+from laneway.cluster.reduce.scheme import FLAT, LevelScheme, ReductionScheme
 from laneway.cluster.reduce.work import ReductionError
 from laneway.core import InputError, LanewayError
 
@@ -92,9 +93,12 @@ class Kept:
         self.asked: list[tuple[object, int, int]] = []
         self.breaks = breaks
 
-    def all_reduce(self, shard: Tensor, group: dist.ProcessGroup, key: tuple[object, int, int]) -> None:
+    def all_reduce(
+        self, shard: Tensor, group: dist.ProcessGroup, key: tuple[object, int, int], *, drop: float, wire: str
+    ) -> None:
         assert shard.dtype == torch.float32
         assert shard.numel() == key[2] - key[1]
+        assert (drop, wire) == (0.4, "bf16")
         self.asked.append(key)
         if self.breaks and len(self.asked) == 3:
             raise ValueError("the residual is gone")
@@ -103,13 +107,15 @@ class Kept:
 
 def dropping_on_the_outermost_level(problems: Problems, generator: torch.Generator) -> None:
     """A dropper gets this rank's share of each piece, by the range that it is in the vector; the mean is taken after it."""
-    scheme = ReductionScheme((LevelScheme(), LevelScheme(), LevelScheme(drop=0.4)), 4096)
+    scheme = ReductionScheme((LevelScheme(), LevelScheme(), LevelScheme(wire="bf16", drop=0.4)), 4096)
     with reducing(scheme) as reducer:
         reducer.dropper = Kept()
         vector = torch.arange(2500, dtype=torch.bfloat16)
-        result = reducer.all_reduce(vector.clone(), op="mean", key="weights")
-        if not torch.equal(result, vector):
-            problems.append("the mean is wrong")
+        double = torch.arange(256, dtype=torch.float64)
+        results = [reducer.all_reduce(each.clone(), op="mean", key="weights") for each in (vector, double)]
+        if not torch.equal(results[0], vector) or not torch.equal(results[1], double):
+            problems.append("a mean is wrong")
+        del reducer.dropper.asked[-1]  # the second vector's
         told: list[list[tuple[str, int, int]]] = [[] for _ in range(8)]
         dist.all_gather_object(told, reducer.dropper.asked)
         ranges = sorted((start, stop) for keys in told[:4] for _, start, stop in keys)
@@ -119,9 +125,33 @@ def dropping_on_the_outermost_level(problems: Problems, generator: torch.Generat
         reducer.groups.close()
 
 
+def small_vectors(problems: Problems, generator: torch.Generator) -> None:
+    """One piece goes through the caller's thread, and a flat one is a single native collective."""
+    with reducing(FLAT) as reducer:
+        before = threading.active_count()
+        calls = []
+        native, dist.all_reduce = dist.all_reduce, lambda *args, **kwargs: calls.append(kwargs) or native(*args, **kwargs)
+        try:
+            reducer.all_reduce(torch.ones(16384), op="mean")
+            flat = len(calls)
+            reducer.set_scheme(direct_scheme(3))
+            reducer.all_reduce(torch.ones(16384))
+        finally:
+            dist.all_reduce = native
+        if flat != 1 or len(calls) != 1 or threading.active_count() != before:
+            problems.append(f"{flat} and {len(calls) - flat} native collectives; threads: {before}, {threading.active_count()}")
+        reducer.set_scheme(direct_scheme(3, chunk_bytes=1024))
+        reducer.all_reduce(torch.ones(16384))
+        piped = threading.active_count() - before
+        reducer.close()
+        if piped != 5 or threading.active_count() != before:
+            problems.append(f"{piped} threads of the pipeline, {threading.active_count() - before} after it closed")
+        reducer.groups.close()
+
+
 def an_error_in_a_stage(problems: Problems, generator: torch.Generator) -> None:
     """It reaches whoever waits, as an error that names the level; what follows is refused, and threads end."""
-    scheme = ReductionScheme((LevelScheme(), LevelScheme(), LevelScheme(drop=0.4)), 1024)
+    scheme = ReductionScheme((LevelScheme(), LevelScheme(), LevelScheme(wire="bf16", drop=0.4)), 1024)
     with reducing(scheme, seconds=2) as reducer:
         reducer.dropper = Kept(breaks=True)
         work = reducer.all_reduce(torch.ones(2000), key="w", async_op=True)
@@ -149,6 +179,7 @@ CASES = {
     "bad input": bad_input,
     "ranks that disagree": ranks_that_disagree,
     "dropping on the outermost level": dropping_on_the_outermost_level,
+    "small vectors": small_vectors,
     "an error in a stage": an_error_in_a_stage,
     "a rank that stays away": a_rank_that_stays_away,
 }

@@ -24,6 +24,7 @@ NAMES = [
     "bad input",
     "ranks that disagree",
     "dropping on the outermost level",
+    "small vectors",
     "an error in a stage",
     "a rank that stays away",
 ]

@@ -25,8 +25,15 @@ Step = tuple[int, str, Callable[[], None]]
 class Dropper(Protocol):
     """Sums a part of a gradient over the outermost level and leaves out what matters least."""
 
-    def all_reduce(self, shard: Tensor, group: dist.ProcessGroup, key: Any) -> object:
-        """In place, bit for bit the same on all members. `key`: what the caller named, and the range of its elements."""
+    def all_reduce(self, shard: Tensor, group: dist.ProcessGroup, key: Any, *, drop: float, wire: str) -> object:
+        """In place, bit for bit the same on all members.
+
+        Args:
+            shard: fp32, 1-D.
+            group: of the outermost level.
+            key: what the caller named, and the range of its elements that this is: (name, start, stop).
+            drop, wire: the share that stays at home, and the format of the rest, as the scheme says.
+        """
 
 
 def sum_type(dtype: torch.dtype) -> torch.dtype:
@@ -175,9 +182,11 @@ class Reduced(Piece):
     def _dropped(self, leg: Leg, source: Tensor) -> Tensor:
         assert self.dropper is not None
         total = self.widened(source)
+        shard = total.to(torch.float32)
         start, stop = self.spans[-1]
-        self.dropper.all_reduce(total, leg.link.group, (self.key, self.offset + start, self.offset + stop))
-        return total
+        key = (self.key, self.offset + start, self.offset + stop)
+        self.dropper.all_reduce(shard, leg.link.group, key, drop=leg.scheme.drop, wire=leg.scheme.wire)
+        return total if shard is total else total.copy_(shard)
 
 
 class Scattered(Piece):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from laneway.cluster.reduce.exchange import Link
 from laneway.cluster.reduce.groups import LevelGroups
@@ -78,13 +79,19 @@ def _packed_order(scheme: ReductionScheme, places: Places) -> tuple[int, ...]:
     """The rank that ends up with the first, second, … of as many equal parts as there are ranks."""
     if places.ragged:
         return ()
+    return _order_of(tuple(level.dims for level in scheme.levels), places)
+
+
+@lru_cache(maxsize=16)
+def _order_of(tori: tuple[tuple[int, ...], ...], places: Places) -> tuple[int, ...]:
+    """Only a torus shares out in another order than that of its members."""
     world = len(places.order)
     order = [0] * world
     for rank in range(world):
         start, stop = 0, world
-        for level, group, width in zip(scheme.levels, places.of_rank(rank), places.widths, strict=True):
-            algorithm = "all_to_all" if level.algorithm == "tree" else level.algorithm
-            first, last = bounds_of(algorithm, level.dims, stop - start, len(group), width)[group.index(rank)]
+        for dims, group in zip(tori, places.of_rank(rank), strict=True):
+            algorithm = "torus" if dims else "all_to_all"
+            first, last = bounds_of(algorithm, dims, stop - start, len(group), len(group))[group.index(rank)]
             start, stop = start + first, start + last
         order[start] = rank
     return tuple(order)

@@ -43,7 +43,8 @@ class HierarchicalReducer:
     roundings (2⁻⁹ each for bf16, 1/254 for int8) however many ranks it joins.
 
     On gloo, members exchange messages of their own (receives first). On other devices the calling thread enqueues everything on
-    its current stream, one level after the other; "native" then is the backend's reduce-scatter, all-gather and all-reduce.
+    its current stream (always the same one), one level after the other, as one batch of messages each; there "native", which is
+    NCCL's own reduce-scatter, all-gather and all-reduce, is the better choice inside a level.
 
     Args:
         groups: of all levels.

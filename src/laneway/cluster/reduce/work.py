@@ -89,7 +89,8 @@ class Work:
         """A future of the result, as DistributedDataParallel's communication hooks return it. The same one at each call."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                device = self._result.device
+                self._future = torch.futures.Future(devices=None if device.type == "cpu" else [device])
                 if self._ended.is_set():
                     self._settle()
             return self._future

@@ -1,0 +1,1 @@
+"""Gradients of which only the large entries travel over a slow level, with error feedback on both sides."""

@@ -1,0 +1,28 @@
+"""Eight flags in a byte, on any device: the first in the lowest bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["pack", "unpack"]
+
+_GATHER = 0x0102040810204080
+"""Times eight bytes of 0 or 1, seen as one little-endian integer, brings the eight bits together in the highest byte."""
+
+
+def pack(flags: Tensor) -> Tensor:
+    """[m] bool → [⌈m / 8⌉] uint8."""
+    short = -flags.numel() % 8
+    if short:
+        flags = torch.cat([flags, flags.new_zeros(short)])
+    if not flags.is_contiguous() or flags.storage_offset() % 8:
+        flags = flags.clone(memory_format=torch.contiguous_format)
+    return (flags.view(torch.int64) * _GATHER >> 56).to(torch.uint8)
+
+
+def unpack(packed: Tensor, m: int) -> Tensor:
+    """[⌈m / 8⌉] uint8 → [m] bool."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    table = (torch.arange(256, dtype=torch.uint8, device=packed.device)[:, None] >> shifts & 1).bool()
+    return table.view(torch.int64).view(256)[packed.to(torch.int32)].view(torch.bool)[:m]

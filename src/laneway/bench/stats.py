@@ -94,3 +94,18 @@ def spread(samples: Sequence[float]) -> float:
 def t_quantile(freedom: int) -> float:
     """97.5 % quantile of Student's t."""
     return T_QUANTILE[freedom - 1] if freedom <= len(T_QUANTILE) else 1.960
+
+
+def wilson(hits: int, trials: int) -> Interval:
+    """A share with its 95 % interval (Wilson 1927): honest for few trials, and at none or all of them.
+
+    Raises:
+        ValueError: no trials, or hits outside 0 … trials.
+    """
+    if not 0 <= hits <= trials or trials < 1:
+        raise ValueError(f"hits from 0 to trials ≥ 1 wanted, got {hits} of {trials}")
+    z, share = 1.959964, hits / trials
+    middle = share + z * z / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return Interval(share, max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale))

@@ -30,6 +30,10 @@ COLUMNS = {
     "memory_solver": ("model", "dtype", "bandwidth_mb_s", "beta", "budget_share", "solver", "feasible", "predicted_peak_ratio",
                       "predicted_overhead", "moved", "recomputed", "checkpointed", "tried", "planning_seconds"),
     "quality": ("variant", "seed", "val_loss", "val_bits_per_byte", "peak_bytes", "gain_forward_max", "gain_backward_max"),
+    "stability": ("condition", "variant", "lr", "runs", "diverged", "diverged_share_low", "diverged_share_high",
+                  "gain_forward_median", "gain_forward_max", "gain_backward_max", "val_loss", "val_loss_minus_mhc",
+                  "val_loss_minus_mhc_low", "val_loss_minus_mhc_high", "val_excess", "recovered", "recovery_steps_median"),
+    "stability_runs": ("variant", "condition", "seed", "diverged", "why", "nonfinite_steps", "val_loss", "gain_forward_max"),
     "modalities": ("modality", "variant", "seed", "test_loss", "accuracy", "best_alone", "step_ms", "step_time_over_residual"),
     "precision": ("variant", "dtype", "dim", "threads", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "fp32_over", "loss"),
     "convert": ("variant", "seed", "trainable", "lr", "val_loss_before", "val_loss", "step_ms", "collapse", "gain_backward"),
@@ -58,6 +62,7 @@ COLUMNS = {
 LEFT = (
     "variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy", "solver", "faults", "figure", "over",
     "file", "size", "fitted_on", "tested_on", "name", "network", "scheme", "algorithm", "layout", "op", "native", "chosen",
+    "condition", "why",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import tyro
 
 from laneway.bench import BENCHES
 from laneway.cli._bench_job import Job, job_of
+from laneway.cli._bench_quality import quality_job, stability_job
 from laneway.cli._bench_simulated import planner_job, policies_job
 from laneway.cli._parse import parse
 from laneway.core import InputError, choice
@@ -133,34 +134,6 @@ def _memory(
         models, dtype, tables, budgets, peers, equal_peak, states, totals, virtual, folder, seconds, spikes, tiered.sized(size)
     )
     return job_of(tiered, options, quick, json, save)
-
-
-def _quality(
-    quick: Annotated[bool, Flag] = False,
-    json: Annotated[bool, Flag] = False,
-    save: str | None = None,
-    variants: str = "residual,hc,mhc",
-    seeds: int = 3,
-    steps: int = 300,
-    lr: float = 3e-3,
-    threads: int = 0,
-) -> Job:
-    """The same training run with different residuals: validation loss, step time, memory, gain.
-
-    Args:
-        quick: at most 60 s on 2 cores: a very small network, at most 40 steps, one thread.
-        json: one JSON object on stdout.
-        save: append the rows to DIR/quality.csv; without DIR to benchmarks/results of the source checkout.
-        variants: comma-separated; residual must be among them. Any residual of the model, and mhc-uncapped.
-        seeds: seeds 0 … N−1.
-        steps: optimizer steps of each run.
-        lr: highest learning rate, the same for all.
-        threads: number of threads; 0 is all.
-    """
-    from laneway.bench import quality
-
-    options = quality.QualityOptions(variants=_names(variants), seeds=seeds, steps=steps, lr=lr, threads=threads)
-    return job_of(quality, options, quick, json, save)
 
 
 def _modalities(
@@ -388,7 +361,8 @@ COMMANDS = {
     "layer": _layer,
     "step": _step,
     "memory": _memory,
-    "quality": _quality,
+    "quality": quality_job,
+    "stability": stability_job,
     "modalities": _modalities,
     "precision": _precision,
     "hf": _hf,

@@ -20,7 +20,7 @@ return the same maps again, and may only overwrite what it notes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from laneway.connections.layer import HyperConnection, Merge
 
 Maps = tuple[Tensor, Tensor, Tensor]
+Control = TypeVar("Control", bound="StreamControl")
 
 
 class StreamControl(nn.Module):
@@ -70,21 +71,24 @@ def controlled_sites(model: nn.Module) -> list[HyperConnection]:
     return [module for module in model.modules() if isinstance(module, HyperConnection) and not module.disabled]
 
 
-def attach(model: nn.Module, make: Callable[[HyperConnection, int], StreamControl]) -> list[StreamControl]:
+def require_sites(model: nn.Module) -> list[HyperConnection]:
+    """The same; raises InputError where there is none."""
+    if sites := controlled_sites(model):
+        return sites
+    raise InputError("model", type(model).__name__, "a model with hyper-connections of two or more streams")
+
+
+def attach(model: nn.Module, make: Callable[[HyperConnection, int], Control]) -> list[Control]:
     """Give every site with maps a control, ``make(site, its place)``, after any it has; returns them in that order.
 
     Raises:
         InputError: the model has no site with maps.
     """
-    sites = controlled_sites(model)
-    if not sites:
-        raise InputError("model", type(model).__name__, "a model with hyper-connections of two or more streams")
+    sites = require_sites(model)
     made = [make(site, place) for place, site in enumerate(sites)]
     for site, control in zip(sites, made, strict=True):
         before = site.control
-        if before is not None:
-            control = ControlStack([*(before.controls if isinstance(before, ControlStack) else [before]), control])
-        site.control = control
+        site.control = control if before is None else ControlStack([*_parts(before), control])
     return made
 
 
@@ -95,9 +99,13 @@ def detach(model: nn.Module, controls: Iterable[StreamControl] | None = None) ->
         control = site.control
         if control is None:
             continue
-        parts = list(control.controls) if isinstance(control, ControlStack) else [control]
-        left = [part for part in parts if gone is not None and id(part) not in gone]
+        left = [part for part in _parts(control) if gone is not None and id(part) not in gone]
         site.control = None if not left else left[0] if len(left) == 1 else ControlStack(left)
+
+
+def _parts(control: StreamControl) -> list[StreamControl]:
+    stacked = control.controls if isinstance(control, ControlStack) else [control]
+    return [part for part in stacked if isinstance(part, StreamControl)]
 
 
 def apply_control(site: HyperConnection, x: Tensor, h: Tensor, merge: Merge) -> Tensor:

@@ -1,0 +1,189 @@
+"""``laneway bench stability``: which residual and which mechanism keeps a run alive, and at what loss.
+
+The same text in the same order, the same weights at the start for each seed, in a matrix of variants and conditions: learning
+rates up to clearly too high, depth, bf16 and fp16 streams, batches of noise, gradient spikes once and on every step. All seeds of
+a cell train together (replicas.py). Reported: the share of runs that diverged with its Wilson interval, the composite gain over
+the run, the loss against plain mHC paired by seed, and how long after a fault the loss is back at that of the run without it.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from laneway.bench.rows import Report, Row, append
+from laneway.bench.stability_conditions import BASE, CONDITIONS, units
+from laneway.bench.stability_runs import Shape, run_unit
+from laneway.bench.stability_variants import VARIANTS
+from laneway.bench.stats import Interval, mean_interval, spread, wilson
+from laneway.bench.threads import using_threads
+from laneway.core import InputError, LanewayError, choice, positive_int
+from laneway.data.text import TextDataConfig, prepare
+
+KEY = ("variant", "condition", "seed")
+# Conditions that separate the residuals in a few minutes.
+QUICK = (BASE, "persistent", "lr-0.1", "fp16")
+
+
+@dataclass(frozen=True)
+class StabilityOptions:
+    """The matrix, and where runs are kept."""
+
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    conditions: tuple[str, ...] = tuple(CONDITIONS)
+    seeds: int = 20
+    shape: Shape = field(default_factory=Shape)
+    runs: str = ""
+    """CSV file that every run is appended to as soon as its cell ends; runs that it holds already are not run again."""
+    quick: bool = False
+
+    def check(self) -> None:
+        """Raise InputError for the first field that is out of range."""
+        for name in self.variants:
+            choice("variants", name, VARIANTS)
+        for name in self.conditions:
+            choice("conditions", name, CONDITIONS)
+        for name, given in (("variants", self.variants), ("conditions", self.conditions)):
+            if not given:
+                raise InputError(name, "", "at least one")
+        positive_int("seeds", self.seeds)
+        positive_int("steps", self.shape.steps, 20)
+        if self.runs and not Path(self.runs).expanduser().parent.is_dir():
+            raise InputError("runs", self.runs, "a file in an existing folder")
+
+
+def chosen(options: StabilityOptions, variants: str, conditions: str) -> StabilityOptions:
+    """The options with comma-separated names; an empty text leaves them all."""
+    options = replace(options, variants=_names(variants) or options.variants)
+    return replace(options, conditions=_names(conditions) or options.conditions)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def quick(options: StabilityOptions) -> StabilityOptions:
+    """At most five minutes on one core: few seeds, and the conditions that separate the residuals."""
+    chosen = tuple(name for name in options.conditions if name in QUICK) or options.conditions[:1]
+    return replace(options, conditions=chosen, seeds=min(options.seeds, 4), quick=True)
+
+
+def run(options: StabilityOptions, progress: Callable[[str], None] = lambda line: None) -> Report:
+    """Run the cells that ``options.runs`` does not hold; raises InputError where an option is out of range."""
+    options.check()
+    path = Path(options.runs).expanduser() if options.runs else None
+    done = read_runs(path) if path else []
+    fresh: list[Row] = []
+    began = time.process_time()
+    with using_threads(1):
+        corpus = prepare(TextDataConfig())
+        for variant in options.variants:
+            for unit in units(options.conditions):
+                wanted = {(variant, name, seed) for name in unit for seed in range(options.seeds)}
+                if wanted <= {tuple(row[key] for key in KEY) for row in done}:
+                    continue
+                made = run_unit(variant, unit, range(options.seeds), options.shape, corpus, progress)
+                if path:
+                    append(path, made)
+                have = {tuple(row[key] for key in KEY) for row in made}
+                done = [row for row in done if tuple(row[key] for key in KEY) not in have] + made
+                fresh += made
+    asked = [row for row in done if row["variant"] in options.variants and row["condition"] in (*options.conditions, BASE)]
+    cells = summarise(asked, options)
+    notes = [f"{len(fresh)} runs in {time.process_time() - began:.0f} CPU seconds on one thread"]
+    if options.quick:
+        notes.append("quick: ≤ 5 minutes on one core; a few runs a cell say whether it works, not how often runs diverge")
+    tables = {"stability": cells} | ({} if path else {"stability_runs": fresh})
+    return Report("stability", tables, _summary(asked, options), notes)
+
+
+def read_runs(path: Path) -> list[Row]:
+    """Rows of a file of runs, the last of each key; none where there is no file.
+
+    Raises:
+        LanewayError: the file has no such columns.
+    """
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if not set(KEY) <= set(reader.fieldnames or ()):
+            raise LanewayError(f"{path}: no file of runs; it has no columns {', '.join(KEY)}")
+        rows = [{key: _value(key, text) for key, text in row.items()} for row in reader]
+    return list({tuple(row[key] for key in KEY): row for row in rows}.values())
+
+
+def _value(key: str, text: str) -> Any:
+    if key in ("variant", "condition", "why", "fault", "streams_dtype", "date", "laneway", "torch", "cpu", "device"):
+        return text
+    if not text:
+        return None
+    number = float(text)
+    return int(number) if number.is_integer() and key not in ("lr", "val_loss", "train_loss") else number
+
+
+def summarise(runs: Sequence[Row], options: StabilityOptions) -> list[Row]:
+    """One row a cell."""
+    cells: list[Row] = []
+    for condition in CONDITIONS:
+        for variant in options.variants:
+            own = _cell(runs, variant, condition)
+            if own and condition in options.conditions:
+                cells.append(_cell_row(own, _cell(runs, "mhc", condition), options))
+    return cells
+
+
+def _cell(runs: Sequence[Row], variant: str, condition: str) -> list[Row]:
+    return [row for row in runs if row["variant"] == variant and row["condition"] == condition]
+
+
+def _cell_row(own: list[Row], mhc: list[Row], options: StabilityOptions) -> Row:
+    first, alive = own[0], [row for row in own if not row["diverged"]]
+    losses = [row["val_loss"] for row in alive]
+    excess = [row["val_excess"] for row in alive if row["val_excess"] is not None]
+    recovered = [row["recovery_steps"] for row in alive if row["recovery_steps"] is not None]
+    others = {row["seed"]: row["val_loss"] for row in mhc if not row["diverged"]}
+    paired = [row["val_loss"] - others[row["seed"]] for row in alive if row["seed"] in others]
+    copied = ("variant", "condition", "layers", "dim", "context", "batch_size", "steps", "lr", "streams_dtype", "fault")
+    return {
+        **{key: first[key] for key in copied},
+        "runs": len(own),
+        "diverged": len(own) - len(alive),
+        **wilson(len(own) - len(alive), len(own)).columns("diverged_share"),
+        "nonfinite_runs": sum(row["nonfinite_steps"] > 0 for row in own),
+        **{
+            f"gain_{way}_{kind.__name__}": kind([row[f"gain_{way}_max"] or math.nan for row in own])
+            for way in ("forward", "backward")
+            for kind in (statistics.median, max)
+        },
+        **_mean(losses).columns("val_loss"),
+        "val_loss_sd": spread(losses),
+        **_mean(paired).columns("val_loss_minus_mhc"),
+        "paired": len(paired),
+        **_mean(excess).columns("val_excess"),
+        "recovered": len(recovered) if first["fault"] else None,
+        "recovery_steps_median": statistics.median(recovered) if recovered else None,
+        "purified_steps": statistics.fmean(row["purified_steps"] for row in own),
+        "cpu_s": sum(row["cpu_s"] for row in own),
+        "quick": int(options.quick),
+    }
+
+
+def _mean(values: Sequence[float]) -> Interval:
+    return mean_interval(values) if values else Interval.exact(math.nan)
+
+
+def _summary(runs: Sequence[Row], options: StabilityOptions) -> dict[str, Any]:
+    """Per variant, over all its runs without a fault: the share that diverged."""
+    found = {}
+    for variant in options.variants:
+        own = [row for row in runs if row["variant"] == variant and not row["fault"]]
+        if own:
+            found[variant] = {"diverged_share": wilson(sum(row["diverged"] for row in own), len(own)).as_json()}
+    return found

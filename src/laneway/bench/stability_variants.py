@@ -1,0 +1,44 @@
+"""Who takes part in ``laneway bench stability``: a variant is a change of the model, and what is put on it before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from laneway.connections.guard import PathNormGuard
+from laneway.core import Extension
+from laneway.models.gpt import GPT
+
+
+def nothing(model: GPT) -> list[Extension]:
+    """No control and no extension."""
+    return []
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the matrix.
+
+    Args:
+        model: fields of the model's configuration.
+        prepare: puts controls on a model's sites, and returns the extensions that take part in its steps.
+        against: the variant that it must beat to earn its keep: of a mechanism its simplest control, else plain mHC.
+    """
+
+    model: dict[str, Any] = field(default_factory=lambda: {"residual": "mhc"})
+    prepare: Callable[[GPT], list[Extension]] = nothing
+    against: str = "mhc"
+
+
+def _guarded(model: GPT) -> list[Extension]:
+    return [PathNormGuard(model)]
+
+
+VARIANTS: dict[str, Variant] = {
+    "residual": Variant({"residual": "residual"}),
+    "hc": Variant({"residual": "hc"}),
+    "mhc": Variant(),
+    "mhc-lite": Variant({"residual": "mhc-lite"}),
+    "mhc-guard": Variant(prepare=_guarded),
+}

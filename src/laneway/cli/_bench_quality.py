@@ -1,0 +1,70 @@
+"""Benchmarks of training: which residual learns better, and which stays alive."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+from laneway.cli._bench_job import Job, job_of
+
+Flag = tyro.conf.FlagCreatePairsOff
+
+
+def quality_job(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    variants: str = "residual,hc,mhc",
+    seeds: int = 3,
+    steps: int = 300,
+    lr: float = 3e-3,
+    threads: int = 0,
+) -> Job:
+    """The same training run with different residuals: validation loss, step time, memory, gain.
+
+    Args:
+        quick: at most 60 s on 2 cores: a very small network, at most 40 steps, one thread.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/quality.csv; without DIR to benchmarks/results of the source checkout.
+        variants: comma-separated; residual must be among them. Any residual of the model, and mhc-uncapped.
+        seeds: seeds 0 … N−1.
+        steps: optimizer steps of each run.
+        lr: highest learning rate, the same for all.
+        threads: number of threads; 0 is all.
+    """
+    from laneway.bench import quality
+
+    options = quality.QualityOptions(variants=_names(variants), seeds=seeds, steps=steps, lr=lr, threads=threads)
+    return job_of(quality, options, quick, json, save)
+
+
+def stability_job(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    variants: str = "",
+    conditions: str = "",
+    seeds: int = 20,
+    runs: str = "",
+) -> Job:
+    """Which residual and which mechanism keeps a run alive: rates of divergence, composite gain, recovery after faults.
+
+    Args:
+        quick: at most 5 minutes on one core: 4 seeds, and the conditions that separate the residuals.
+        json: one JSON object on stdout.
+        save: append the cells to DIR/stability.csv; without DIR to benchmarks/results of the source checkout.
+        variants: comma-separated; empty for all: residual, hc, mhc, mhc-lite, and mhc with each mechanism and its control.
+        conditions: comma-separated; empty for all.
+        seeds: seeds 0 … N−1, which train together.
+        runs: CSV file to append every run to as its cell ends; the same command goes on where it was stopped.
+    """
+    from laneway.bench import stability
+
+    options = stability.StabilityOptions(seeds=seeds, runs=runs)
+    options = stability.chosen(options, variants, conditions)
+    return job_of(stability, options, quick, json, save)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))

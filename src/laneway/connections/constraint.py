@@ -1,0 +1,260 @@
+"""``CurvatureConstraint``: what measures the curvature of a model's streams and sets the gates of its sites, step by step.
+
+    constraint = CurvatureConstraint(model, strength=0.3)
+    train(config, out=…, extensions=[constraint])
+
+A path is a stream at a site. Every ``every`` steps the forward pass leaves a sample of each path's tokens, and once the gradients
+are there the curvature of all paths is computed together. When the next step begins the gates follow; within a step they are
+constants. Ranks add their sums in the collective that the loop runs anyway, and the same sums make the same gates everywhere.
+In a loop of one's own: ``on_step_begin``, forward and backward, ``on_backward_end``, ``on_step_end``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laneway.connections.control import Maps, attach, detach, require_sites
+from laneway.connections.curvature import MovingCurvature, TokenSample, check_neighbours, local_curvature
+from laneway.connections.gates import FORMS, REFERENCES, FixedGate, excess, gate_of, strength_in_range
+from laneway.connections.layer import HyperConnection
+from laneway.connections.tuning import AutoStrength, linear_strength
+from laneway.core import InputError, Statistics, choice, positive_int
+
+NAME = "curvature"  # of the shared statistics
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How curvature is measured (curvature.py)."""
+
+    every: int = 8
+    """Steps between two measurements."""
+    sample: int = 64
+    """Tokens, for each stream and rank."""
+    neighbours: int = 12
+    """Neighbours k that reconstruct a token."""
+    projection: int | None = None
+    """Dimensions, at most 32; None: 16, or the width of narrower streams."""
+    decay: float = 0.9
+    """Of the moving average, at each measurement."""
+    window: int = 32
+    """Measurements in the running median."""
+    seed: int = 0
+    """Of the projection and of the places of the tokens."""
+
+    def dims(self, widths: set[int]) -> int:
+        """Dimensions for streams of these widths."""
+        return min(16, *widths) if self.projection is None else self.projection
+
+    def samplers(self, widths: set[int]) -> nn.ModuleDict:
+        """One for each width of streams, under its number; raises InputError where a field is out of range."""
+        positive_int("every", self.every)
+        check_neighbours(self.neighbours, self.sample)
+        return nn.ModuleDict({str(c): TokenSample(c, self.sample, self.dims(widths), self.seed) for c in sorted(widths)})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a gate follows from curvature (gates.py)."""
+
+    form: str = "saturating"
+    """saturating | exponential"""
+    reference: str = "own"
+    """own | peers"""
+    res: bool = False
+    """Whether H_res moves towards the identity with it."""
+
+    def check(self) -> None:
+        """Raise InputError for an unknown name."""
+        choice("form", self.form, FORMS)
+        choice("reference", self.reference, REFERENCES)
+
+
+class CurvatureGate(FixedGate):
+    """A gate that also leaves a sample of the streams' tokens in ``points`` [n, S, d] while it is watching."""
+
+    def __init__(self, streams: int, res: bool, take: Callable[[Tensor], Tensor], points: Tensor) -> None:
+        super().__init__(streams, res)
+        self.acting = self.watching = False
+        self.take, self.points = take, points
+
+    def forward(self, site: HyperConnection, x: Tensor, pre: Tensor, post: Tensor, res: Tensor) -> Maps:
+        """(H_pre, H_post, H_res) of this pass."""
+        if self.watching:
+            self.points.copy_(self.take(x.detach()))
+        return super().forward(site, x, pre, post, res)
+
+
+class CurvatureConstraint:
+    """Gates on all sites of a model that have maps, set by curvature. An extension of the training loop.
+
+    Args:
+        model: on the device where it is trained.
+        strength: λ from 0 to 1, an ``AutoStrength`` that chooses it, or a function of the step.
+        final: λ at step ``steps``, reached linearly from ``strength``; None: λ stays.
+        steps: length of that schedule.
+        measurement: how curvature is measured.
+        rule: how a gate follows from it.
+
+    Raises:
+        InputError: a value out of range, or a model without maps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strength: float | AutoStrength | Callable[[int], float] = 0.3,
+        *,
+        final: float | None = None,
+        steps: int | None = None,
+        measurement: Measurement | None = None,
+        rule: Rule | None = None,
+    ) -> None:
+        self.strength = strength if isinstance(strength, AutoStrength) else _schedule(strength, final, steps)
+        self.measurement, self.rule = measurement or Measurement(), rule or Rule()
+        self.rule.check()
+        sites = require_sites(model)
+        self.model, self.streams, device = model, [site.streams for site in sites], sites[0].base.device
+        self.samplers = self.measurement.samplers({site.dim for site in sites}).to(device)
+        paths, dims = sum(self.streams), self.measurement.dims({site.dim for site in sites})
+        self.moving = MovingCurvature(paths, self.measurement.decay, self.measurement.window).to(device)
+        self.points = torch.full((paths, self.measurement.sample, dims), float("nan"), device=device)
+        parts = self.points.split(self.streams)
+        self.gates = attach(model, lambda site, place: self._made(site, parts[place]))
+        self._telemetry = Telemetry(self.streams, device)
+        self._shared: Statistics | None = None
+        self._sums: Tensor = torch.zeros(2 * paths, device=device)
+        self._pending = self._watching = False
+        self._current: float | None = None
+
+    # -- what others may ask for
+
+    @property
+    def curvature(self) -> Tensor:
+        """κ of every path, site after site; NaN where none was measured yet."""
+        return self.moving.curvature
+
+    @property
+    def gate(self) -> Tensor:
+        """g of every path."""
+        return torch.cat([gate.gate for gate in self.gates])
+
+    def statistics(self) -> dict[str, Tensor]:
+        """What this rank measured last: fp32 sums over tokens, [2 · paths], to be added up over the ranks."""
+        return {NAME: self._sums}
+
+    def apply_statistics(self, statistics: dict[str, Tensor]) -> None:
+        """Take in sums over all ranks. The gates follow at the next ``on_step_begin``."""
+        self.moving.update(*statistics[NAME].to(self._sums).chunk(2))
+        self._current = None
+
+    def remove(self) -> None:
+        """Take the gates off the model."""
+        detach(self.model, self.gates)
+
+    # -- an extension's calls
+
+    def share(self, statistics: Statistics) -> None:
+        """Let the loop add the ranks' sums."""
+        statistics.add(NAME, len(self._sums), "sum")
+        self._shared = statistics
+
+    def on_step_begin(self, step: int) -> None:
+        """Gates from the last measurement; watch, where one is due."""
+        if self._pending:
+            self.apply_statistics(self.statistics() if self._shared is None else {NAME: self._shared.get(NAME)})
+            self._pending = False
+        strength = self.strength.value if isinstance(self.strength, AutoStrength) else self.strength(step)
+        if strength != self._current:
+            self._set_gates(strength_in_range("strength", strength))
+        self._watch((step - 1) % self.measurement.every == 0)
+
+    def on_backward_end(self, step: int) -> None:
+        """Compute what was watched."""
+        if not self._watching:
+            return
+        self._sums = torch.cat(local_curvature(self.points, self.measurement.neighbours)).float()
+        self._pending = True
+        self._watch(False)
+        if self._shared is not None:
+            self._shared.put(NAME, self._sums)
+
+    def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
+        """``curvature`` and ``gate`` [sites][streams] and ``lambda`` of this step."""
+        seen = self._telemetry.row()
+        metrics |= seen | {"lambda": self._current}
+        if isinstance(self.strength, AutoStrength) and {"grad_norm", "loss"} <= metrics.keys():
+            self.strength.see(self._telemetry.mean(), metrics["grad_norm"], metrics["loss"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Projection, places, averages, and what was measured and not yet applied."""
+        auto = self.strength.state_dict() if isinstance(self.strength, AutoStrength) else {}
+        parts = {"samplers": self.samplers.state_dict(), "moving": self.moving.state_dict()}
+        return {**parts, "sums": self._sums.clone(), "pending": self._pending, "auto": auto}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo of ``state_dict``."""
+        self.samplers.load_state_dict(state["samplers"])
+        self.moving.load_state_dict(state["moving"])
+        self._sums = state["sums"].to(self._sums)
+        self._pending, self._current = bool(state["pending"]), None
+        if isinstance(self.strength, AutoStrength):
+            self.strength.load_state_dict(state["auto"])
+
+    def _made(self, site: HyperConnection, points: Tensor) -> CurvatureGate:
+        take = self.samplers[str(site.dim)].forward
+        return CurvatureGate(site.streams, self.rule.res, take, points).to(points.device)
+
+    def _set_gates(self, strength: float) -> None:
+        found = gate_of(excess(self.curvature, self.moving.median, self.rule.reference), strength, self.rule.form)
+        torch._foreach_copy_([gate.gate for gate in self.gates], found.split(self.streams))
+        for gate in self.gates:
+            gate.acting = strength > 0
+        self._current = strength
+        self._telemetry.take(self.curvature, found)
+
+    def _watch(self, on: bool) -> None:
+        self._watching = on
+        if on:
+            self.points.fill_(float("nan"))
+        for gate in self.gates:
+            gate.watching = on
+
+
+@dataclass
+class Telemetry:
+    """Numbers on their way to the metrics: copied when they are made, without waiting, and read when the step has ended."""
+
+    streams: list[int]
+    device: torch.device
+    host: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.host = torch.full((2, sum(self.streams)), float("nan"), pin_memory=self.device.type == "cuda")
+
+    def take(self, curvature: Tensor, gate: Tensor) -> None:
+        """κ and g of every path."""
+        self.host.copy_(torch.stack([curvature, gate]), non_blocking=True)
+
+    def row(self) -> dict[str, Any]:
+        """[sites][streams], None for what was not measured yet."""
+        curvature, gate = ([part.tolist() for part in line.split(self.streams)] for line in self.host)
+        return {"curvature": [[None if k != k else k for k in site] for site in curvature], "gate": gate}
+
+    def mean(self) -> float | None:
+        """Mean κ, None before the first measurement."""
+        known = [k for k in self.host[0].tolist() if k == k]
+        return sum(known) / len(known) if known else None
+
+
+def _schedule(strength: float | Callable[[int], float], final: float | None, steps: int | None) -> Callable[[int], float]:
+    if not callable(strength):
+        return linear_strength(strength, final, steps)
+    if final is not None:
+        raise InputError("final", final, "None where strength is a function of the step")
+    return strength

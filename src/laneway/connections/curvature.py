@@ -1,0 +1,202 @@
+"""How curved a cloud of activations is: the residual of local linear embedding, relative to the local variance, in fp32.
+
+For a token z_i and its k nearest neighbours z_j, D = [z_j − z_i] (k × d) and G = D Dᵀ. Weights that sum to one reconstruct z_i
+from its neighbours (Roweis & Saul, Science 290, 2000):
+
+    w ∝ (I − G / tr G)³² 1,      κ_i = |Dᵀ w| / √(tr G / k),      κ = mean of κ_i over the tokens
+
+(I − G / tr G)³² 1 are the weights after 32 steps of gradient descent on |Dᵀ w|² from equal ones. Stopping early is the
+regularisation (Landweber's): it solves the directions that hold some hundredths of the variance or more, which are the tangent's,
+and leaves the weaker ones, which are the normal's. A ridge can't tell them apart: with more neighbours than dimensions it
+reconstructs a curved cloud exactly. What is left is the curvature alone: neighbours at distance δ on a surface of radius R stand
+off the tangent by δ² / 2R, so that **κ ≈ δ / 2R up to δ ≈ R / 2**, and no more beyond. It is zero on a flat cloud of few
+dimensions (up to a third of k or so) at any scale and in any orientation. A cloud that fills more dimensions is not reconstructed
+by its neighbours, and κ tells how badly; it is at most 1.
+
+A token that is not finite, or that coincides with another to rounding, is nobody's neighbour. All of it are fixed sequences of
+batched products: no number goes to the host, and a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from laneway.core import InputError, positive_int
+
+WIDEST = 32  # dimensions of a projection
+SQUARINGS = 5  # 2⁵ = 32 steps of gradient descent
+CHUNK = 128  # clouds at a time, which bounds the memory
+
+
+def local_curvature(points: Tensor, neighbours: int) -> tuple[Tensor, Tensor]:
+    """Clouds [B, S, d] → (Σ κ_i, number of tokens in the sum), each [B]; κ is the first over the second.
+
+    Computed in fp32 (float64 for float64 points). A cloud with too few distinct finite tokens for one neighbourhood has 0 of 0.
+
+    Raises:
+        InputError: fewer than two neighbours, or no more tokens than neighbours.
+    """
+    check_neighbours(neighbours, points.shape[1])
+    dtype = torch.float64 if points.dtype == torch.float64 else torch.float32
+    with torch.no_grad(), torch.autocast(points.device.type, enabled=False):
+        parts = [_chunk(chunk.to(dtype), neighbours) for chunk in points.split(CHUNK)]
+        return torch.cat([total for total, _ in parts]), torch.cat([count for _, count in parts])
+
+
+def check_neighbours(neighbours: int, sample: int) -> None:
+    """Raise InputError unless a neighbourhood can be found among ``sample`` tokens."""
+    positive_int("neighbours", neighbours, 2)
+    positive_int("sample", sample, 1)
+    if sample <= neighbours:
+        raise InputError("sample", sample, f"more tokens than neighbours = {neighbours}")
+
+
+def _chunk(points: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    z, valid = _centred(points)
+    offsets, usable = _offsets(z, valid, k)
+    gram = offsets @ offsets.mT
+    trace = offsets.square().sum((-1, -2))
+    usable = usable & (trace > 0) & torch.isfinite(trace)
+    gram = torch.where(usable[..., None, None], gram, 0)
+    trace = torch.where(usable, trace, 1)
+    residual = torch.where(usable[..., None, None], offsets, 0) * _weights(gram / trace[..., None, None])[..., None]
+    kappa = residual.sum(-2).square().sum(-1).mul(k).div(trace).sqrt().clamp(max=1)
+    return torch.where(usable, kappa, 0).sum(-1), usable.sum(-1).to(kappa.dtype)
+
+
+def _centred(points: Tensor) -> tuple[Tensor, Tensor]:
+    """Clouds around their token of median size, in units of the median distance from it; zeros where a token is not finite.
+
+    Neither an offset that all tokens share nor a few huge tokens then cost the others their digits.
+    """
+    valid = torch.isfinite(points).all(-1)
+    z = torch.where(valid[..., None], points, 0)
+    rows = torch.arange(len(z), device=z.device)
+    z = torch.where(valid[..., None], z - z[rows, _median(z, valid)][:, None], 0)
+    scale = z.abs().amax(-1)[rows, _median(z, valid)]
+    return z / torch.where(scale > 0, scale, 1)[:, None, None], valid
+
+
+def _median(z: Tensor, valid: Tensor) -> Tensor:
+    """Index of each cloud's valid token of median size, [B]."""
+    size = torch.where(valid, z.abs().amax(-1), float("inf"))
+    middle = (valid.sum(-1) - 1).clamp(min=0) // 2
+    return size.argsort(-1).gather(-1, middle[:, None]).squeeze(-1)
+
+
+def _offsets(z: Tensor, valid: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """[B, S, k, d] from each token to its k nearest, and which tokens have that many, [B, S]."""
+    square = z.square().sum(-1)
+    sizes = square[:, :, None] + square[:, None, :]
+    distance = torch.baddbmm(sizes, z, z.mT, alpha=-2)
+    apart = distance > 8 * torch.finfo(z.dtype).eps * sizes  # False for NaN, and for a token and itself
+    near = torch.where(apart & valid[:, None, :], distance, float("inf")).topk(k, largest=False)
+    rows = torch.arange(len(z), device=z.device)[:, None, None]
+    return z[rows, near.indices] - z[:, :, None], valid & torch.isfinite(near.values[..., -1])
+
+
+def _weights(gram: Tensor) -> Tensor:
+    """G / tr G → weights [..., k] that sum to one; equal ones where the descent leaves nothing to normalise."""
+    k = gram.shape[-1]
+    power = torch.eye(k, dtype=gram.dtype, device=gram.device) - gram
+    for _ in range(SQUARINGS):
+        power = power @ power
+    weights = power.sum(-1)
+    total = weights.sum(-1, keepdim=True)
+    found = total > 1e-4 * k
+    return torch.where(found, weights / torch.where(found, total, 1), 1 / k)
+
+
+class TokenSample(nn.Module):
+    """A fixed number of tokens of a batch, each stream projected to few dimensions.
+
+    Which tokens: one out of each of ``size`` equal stretches of the batch, at a place in it that is drawn once. The projection
+    is Gaussian (Johnson & Lindenstrauss): it keeps distances to 1/√d or so. Both follow from the seed and are buffers.
+
+    Args:
+        width: C of the streams.
+        size: tokens S; a smaller batch gives all it has, and NaN for the rest.
+        dims: dimensions d of the projection.
+        seed: of the projection and the places.
+
+    Raises:
+        InputError: dims above the width or 32, or another number out of range.
+    """
+
+    projection: Tensor
+    places: Tensor
+
+    def __init__(self, width: int, size: int, dims: int, seed: int = 0) -> None:
+        super().__init__()
+        positive_int("sample", size)
+        if positive_int("projection", dims) > min(positive_int("width", width), WIDEST):
+            raise InputError("projection", dims, f"an integer from 1 to {min(width, WIDEST)}, the width of a stream or {WIDEST}")
+        generator = torch.Generator().manual_seed(positive_int("seed", seed, 0))
+        self.register_buffer("projection", torch.randn(width, dims, generator=generator) / dims**0.5)
+        self.register_buffer("places", torch.rand(size, generator=generator, dtype=torch.float64))
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Streams […, n, C] → [n, S, d] in fp32."""
+        flat = x.reshape(-1, *x.shape[-2:])
+        size, tokens = len(self.places), len(flat)
+        if tokens > size:
+            stretch = torch.arange(size, device=x.device, dtype=torch.float64)
+            flat = flat[((stretch + self.places) * (tokens / size)).long().clamp(max=tokens - 1)]
+        with torch.autocast(x.device.type, enabled=False):
+            points = torch.einsum("snc,cd->nsd", flat.to(self.projection.dtype), self.projection)
+        return nn.functional.pad(points, (0, 0, 0, max(size - tokens, 0)), value=float("nan"))
+
+
+class MovingCurvature(nn.Module):
+    """κ of many paths over time: a moving average without the bias of its start, and the median of its latest values.
+
+    Args:
+        paths: how many.
+        decay: of the average, at each measurement; 0 takes the newest alone.
+        window: values in the running median.
+
+    Raises:
+        InputError: a number out of range.
+    """
+
+    average: Tensor
+    remaining: Tensor
+    history: Tensor
+
+    def __init__(self, paths: int, decay: float = 0.9, window: int = 32) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise InputError("decay", decay, "a number from 0 to below 1")
+        self.decay = decay
+        self.register_buffer("average", torch.zeros(positive_int("paths", paths)))
+        self.register_buffer("remaining", torch.ones(paths))  # decay to the number of measurements: the start's weight
+        self.register_buffer("history", torch.full((positive_int("window", window), paths), float("nan")))
+
+    @torch.no_grad()
+    def update(self, total: Tensor, count: Tensor) -> None:
+        """Take in Σ κ_i and the number of tokens of each path; a path without tokens stays as it was."""
+        seen = (count > 0) & torch.isfinite(total)
+        now = torch.where(seen, total / count.clamp(min=1), 0)
+        self.average.copy_(torch.where(seen, self.average * self.decay + now * (1 - self.decay), self.average))
+        self.remaining.copy_(torch.where(seen, self.remaining * self.decay, self.remaining))
+        latest = torch.where(seen, self.curvature, float("nan"))
+        self.history.copy_(torch.cat([self.history[1:], latest[None]]))
+
+    @property
+    def curvature(self) -> Tensor:
+        """κ [paths]; NaN before a path's first measurement."""
+        return self.average / torch.where(self.remaining < 1, 1 - self.remaining, float("nan"))
+
+    @property
+    def median(self) -> Tensor:
+        """Running median of κ [paths]; NaN before a path's first measurement."""
+        return lower_median(self.history)
+
+
+def lower_median(values: Tensor) -> Tensor:
+    """Median over the first dim of [m, …], NaNs left out; of an even number the lower of the two middle ones."""
+    ordered = values.sort(0).values  # NaN comes last
+    middle = (values.isnan().logical_not().sum(0, keepdim=True) - 1).clamp(min=0) // 2
+    return ordered.gather(0, middle).squeeze(0)

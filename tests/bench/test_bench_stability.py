@@ -1,0 +1,173 @@
+"""The stability bench: what counts as diverged and as recovered, faults that hit what they say, runs that go on."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from laneway.bench import stability
+from laneway.bench import stability_runs as runs
+from laneway.bench.stability_conditions import CONDITIONS, NOISE_STEPS, SPIKE_FACTOR, corrupt, disturb, onset, units
+from laneway.bench.stability_variants import VARIANTS
+from laneway.bench.stats import wilson
+from laneway.bench.table import COLUMNS, show
+from laneway.core import InputError, LanewayError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHAPE = runs.Shape(dim=16, context=16, steps=20, validation_sequences=4)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch, text_file):
+    """Two layers in place of sixteen, and a small text."""
+    for name, condition in CONDITIONS.items():
+        monkeypatch.setitem(CONDITIONS, name, replace(condition, layers=2))
+    folder = str(text_file.parent / "cache")
+    monkeypatch.setattr(stability, "TextDataConfig", lambda: runs_text(str(text_file), folder))
+
+
+def runs_text(path: str, cache: str):
+    from laneway.data.text import TextDataConfig
+
+    return TextDataConfig(path=path, cache=cache)
+
+
+def small(**changes) -> stability.StabilityOptions:
+    given = {"variants": ("residual", "mhc"), "conditions": ("lr-0.003", "persistent"), "seeds": 2, "shape": SHAPE}
+    return stability.StabilityOptions(**(given | changes))
+
+
+@pytest.mark.parametrize(("hits", "trials"), [(0, 20), (20, 20), (3, 20), (1, 1)])
+def test_wilson_solves_its_equation(hits, trials):
+    """The bounds are the p at which the observed share lies z deviations of p away."""
+    found = wilson(hits, trials)
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    for p in (found.low, found.high):
+        if 1e-9 < p < 1 - 1e-9:
+            assert abs(found.value - p) == pytest.approx(1.959964 * math.sqrt(p * (1 - p) / trials))
+    with pytest.raises(ValueError, match="trials"):
+        wilson(1, 0)
+
+
+def test_verdicts():
+    fine = np.ones(40, dtype=bool)
+    assert runs.verdict(fine, np.array([4.0, 3.5, 3.2, 3.3]), 10) == ("", None)
+    assert runs.verdict(fine, np.array([4.0, 3.5, 3.2, 3.51]), 10) == ("climbed", 40)
+    assert runs.verdict(fine, np.array([4.0, 3.5, 3.2, 5.6]), 10) == ("guess", 40)
+    assert runs.verdict(fine, np.array([4.0, 3.5, math.nan, math.nan]), 10) == ("guess", 40)
+    broken = fine.copy()
+    broken[12:22] = False
+    assert runs.verdict(broken, np.full(4, 3.0), 10) == ("nonfinite", 22)
+    broken[15] = True
+    assert runs.verdict(broken, np.full(4, 3.0), 10) == ("", None)
+
+
+def test_recovery_is_the_last_time_over_the_twin():
+    twin = np.random.default_rng(0).normal(3, 1, 60)
+    for length in (0, 1, 7, 15):
+        loss = twin.copy()
+        loss[30 : 30 + length] += 2.0
+        assert runs.recovery_steps(loss, twin, 30) == length
+    never = twin.copy()
+    never[30:] += 0.1
+    assert runs.recovery_steps(never, twin, 30) is None
+    never[30:] = math.nan
+    assert runs.recovery_steps(never, twin, 30) is None
+
+
+def test_noise_is_a_burst_that_depends_on_seed_and_step():
+    inputs, targets = torch.randint(0, 256, (2, 3, 2, 16))
+    first = onset(SHAPE.steps)
+    hit = [s for s in range(1, 21) if corrupt("noise", s, SHAPE.steps, [5, 6, 7], inputs, targets)[0] is not inputs]
+    assert hit == list(range(first, first + NOISE_STEPS))
+    one, shifted = corrupt("noise", first, SHAPE.steps, [5, 6, 7], inputs, targets)
+    assert torch.equal(one[:, :, 1:], shifted[:, :, :-1])
+    again, _ = corrupt("noise", first, SHAPE.steps, [7], inputs[:1], targets[:1])
+    assert torch.equal(again[0], one[2])
+    assert not torch.equal(one[0], one[1])
+    assert corrupt("spike", first, SHAPE.steps, [5], inputs, targets)[0] is inputs
+
+
+@pytest.mark.parametrize(("fault", "hit"), [("spike", [11]), ("persistent", list(range(11, 21))), ("noise", [])])
+def test_spikes_hit_one_path(fault, hit):
+    replicas, _ = runs.build_replicas("mhc", CONDITIONS["spike"], [0, 1], SHAPE)
+    for step in range(1, 21):
+        replicas.grad.fill_(1.0)
+        disturb(fault, step, 20, replicas)
+        for name, columns in replicas.columns.items():
+            expected = SPIKE_FACTOR if step in hit and name.startswith("blocks.1.ffn.") else 1.0
+            assert (replicas.grad[:, columns] == expected).all()
+
+
+def test_units_put_faults_behind_their_twin():
+    assert units(("fp16", "spike", "lr-0.003", "persistent")) == [("fp16",), ("lr-0.003", "spike", "persistent")]
+    assert units(("noise",)) == [("lr-0.003", "noise")]
+    assert all(not CONDITIONS[c].twin or CONDITIONS[c].twin in CONDITIONS for c in CONDITIONS)
+    assert all(variant.against in VARIANTS for variant in VARIANTS.values())
+
+
+def test_rows_summary_and_going_on(tmp_path, monkeypatch):
+    path = tmp_path / "runs.csv"
+    told: list[str] = []
+    report = stability.run(small(runs=str(path)), told.append)
+    assert len(told) == 4
+    rows = stability.read_runs(path)
+    assert len(rows) == 8
+    cells = report.tables["stability"]
+    assert [(c["condition"], c["variant"]) for c in cells] == [
+        (condition, variant) for condition in ("lr-0.003", "persistent") for variant in ("residual", "mhc")
+    ]
+    for cell in cells:
+        own = [r for r in rows if (r["variant"], r["condition"]) == (cell["variant"], cell["condition"])]
+        assert cell["runs"] == 2
+        assert cell["val_loss"] == pytest.approx(np.mean([r["val_loss"] for r in own]), rel=1e-5)
+        assert set(COLUMNS["stability"]) <= set(cell)
+    assert cells[1]["val_loss_minus_mhc"] == 0.0
+    assert cells[0]["recovered"] is None
+    assert cells[3]["val_excess"] is not None
+    show(report)
+
+    monkeypatch.setattr(stability, "run_unit", lambda *_: pytest.fail("the runs are there"))
+    again = stability.run(small(runs=str(path)), told.append)
+    assert [c["diverged"] for c in again.tables["stability"]] == [c["diverged"] for c in cells]
+    assert again.tables["stability"][3]["val_excess"] == pytest.approx(cells[3]["val_excess"], rel=1e-4)
+    with path.open() as file:
+        assert len(list(csv.reader(file))) == 9
+
+
+def test_a_seed_s_run_does_not_depend_on_its_neighbours():
+    two = stability.run(small(variants=("mhc",), conditions=("lr-0.003",))).tables["stability_runs"]
+    one = stability.run(small(variants=("mhc",), conditions=("lr-0.003",), seeds=1)).tables["stability_runs"]
+    assert one[0]["val_loss"] == pytest.approx(two[0]["val_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"variants": ("mch",)}, "mhc"),
+        ({"conditions": ("fp17",)}, "fp16"),
+        ({"seeds": 0}, "seeds"),
+        ({"runs": "/no/such/folder/runs.csv"}, "existing folder"),
+        ({"variants": ()}, "at least one"),
+    ],
+)
+def test_bad_input(changes, words):
+    with pytest.raises(InputError, match=words):
+        small(**changes).check()
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(LanewayError, match="no file of runs"):
+        stability.read_runs(tmp_path / "other.csv")
+
+
+def test_quick_is_small():
+    options = stability.quick(stability.StabilityOptions())
+    assert options.quick
+    assert options.seeds * len(options.conditions) <= 16

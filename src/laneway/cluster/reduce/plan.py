@@ -40,19 +40,27 @@ class Plan:
             used: the turn comes back the way it went.
         order: the rank whose part of a reduce-scatter or all-gather stands first, second, … in the packed vector; empty where
             groups are ragged.
+        staged: inner levels at which this rank has a group, and so a stage of the pipeline.
     """
 
     scheme: ReductionScheme
     up: tuple[Leg | None, ...]
     down: tuple[Leg | None, ...]
     order: tuple[int, ...]
+    staged: tuple[int, ...]
 
     @classmethod
     def make(cls, scheme: ReductionScheme, places: Places, links: Links) -> Plan:
         """The legs of a scheme."""
         up = tuple(map(_leg, links.up, scheme.levels, places.widths))
         down = tuple(map(_leg, links.down, scheme.levels, places.widths))
-        return cls(scheme, up, down, _packed_order(scheme, places))
+        staged = tuple(level for level, leg in enumerate(up[:-1]) if leg is not None)
+        return cls(scheme, up, down, _packed_order(scheme, places), staged)
+
+    def from_level(self, first: int) -> Plan:
+        """The same without the levels inside that one: ranks that act for different members of it reduce with their like."""
+        nobody = (None,) * first
+        return replace(self, up=nobody + self.up[first:], down=nobody + self.down[first:])
 
     def for_parts(self, *, exact: bool) -> Plan:
         """The same for reduce-scatter and all-gather: a tree has no parts to share out, so that members exchange directly

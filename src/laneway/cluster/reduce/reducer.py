@@ -15,11 +15,12 @@ from laneway.cluster.reduce.buffers import Pool
 from laneway.cluster.reduce.checks import agree, check_scheme, matching, summable, vector
 from laneway.cluster.reduce.flat import Flat
 from laneway.cluster.reduce.groups import LevelGroups
+from laneway.cluster.reduce.legs import Leg
 from laneway.cluster.reduce.pieces import Dropper, Gathered, Piece, Reduced, Scattered
 from laneway.cluster.reduce.pipeline import Pipeline
 from laneway.cluster.reduce.places import split
 from laneway.cluster.reduce.plan import Links, Plan
-from laneway.cluster.reduce.scheme import FLAT, ReductionScheme
+from laneway.cluster.reduce.scheme import FLAT, LevelScheme, ReductionScheme
 from laneway.cluster.reduce.work import Observer, ReductionError, Timing, Work
 from laneway.core import InputError, LanewayError, choice
 
@@ -91,30 +92,42 @@ class HierarchicalReducer:
         self._use(scheme)
 
     @overload
-    def all_reduce(self, tensor: Tensor, *, op: str = ..., key: Any = ..., async_op: Literal[False] = ...) -> Tensor: ...
+    def all_reduce(
+        self, tensor: Tensor, *, op: str = ..., key: Any = ..., first: int = ..., async_op: Literal[False] = ...
+    ) -> Tensor: ...
     @overload
-    def all_reduce(self, tensor: Tensor, *, op: str = ..., key: Any = ..., async_op: Literal[True]) -> Work: ...
+    def all_reduce(self, tensor: Tensor, *, op: str = ..., key: Any = ..., first: int = ..., async_op: Literal[True]) -> Work: ...
 
-    def all_reduce(self, tensor: Tensor, *, op: str = "sum", key: Any = None, async_op: bool = False) -> Tensor | Work:
+    def all_reduce(
+        self, tensor: Tensor, *, op: str = "sum", key: Any = None, first: int = 0, async_op: bool = False
+    ) -> Tensor | Work:
         """Sum or average a tensor over all ranks, in place.
 
         Args:
             tensor: contiguous, of a float type, the same shape on all ranks; any size.
             op: "sum" or "mean".
             key: what the dropper calls this vector; it gets (key, start, stop).
+            first: innermost level to go over: 1 where the members of a host hold different parts of a vector (after
+                `scatter_inside`), so that each is summed with its like in other hosts. A mean is over all ranks all the same. A
+                flat scheme then goes over each level with its native collective.
             async_op: return at once; the tensor must be left alone until the work is done.
 
         Returns:
             The tensor, or the work that leads to it.
 
         Raises:
-            InputError: an integer type, a tensor with gaps, another op, a scheme that drops and no dropper.
+            InputError: an integer type, a tensor with gaps, another op, a scheme that drops and no dropper; `first` on ragged
+                groups.
             ReductionError: a collective failed; the tensor's content is lost.
         """
         numbers = summable("tensor", tensor)
         divisor = self._begin("all_reduce", op, numbers)
+        if first:
+            self._check_part("first", first)
         if not numbers.numel():
             return Work(tensor, 0) if async_op else tensor
+        if first:
+            return self._send(self._reduced(numbers, divisor, key, self._outer(first)), tensor, async_op)
         if self._scheme.flat:
             found = self._flat.all_reduce(numbers, divisor, async_op)
             return found if isinstance(found, Work) else tensor
@@ -165,6 +178,38 @@ class HierarchicalReducer:
             for start, stop in self._columns(out.numel(), given.itemsize)
         ]
         return self._send(pieces, output, async_op)
+
+    def scatter_inside(self, output: Tensor, input: Tensor) -> Tensor:
+        """Sum `input` over the members of the innermost level alone; member i gets part i of as many equal parts.
+
+        It runs in the calling thread, by the scheme's innermost algorithm (a direct exchange in a flat scheme), and not beside
+        another reduction that goes over that level.
+
+        Args:
+            output, input: contiguous, of the same float type; `input` has as many times as many elements as the level has
+                members, and is spoilt.
+
+        Raises:
+            InputError: types or sizes that don't fit, ragged groups.
+            ReductionError: a collective failed.
+        """
+        given, out = summable("input", input), summable("output", output)
+        self._begin("scatter_inside", "sum", given)
+        self._check_part("first", 0)
+        members = len(self.groups.ranks[0])
+        matching(given, out, members, "input")
+        link = self._links.up[0]
+        if link is None:
+            return output.copy_(input.view_as(output))
+        if out.numel():
+            level = LevelScheme() if self._scheme.flat else self._scattering.scheme.levels[0]
+            level = level if level.algorithm == "ring" else LevelScheme(wire=level.wire)  # a torus has its parts in another order
+            leg = Leg(link, level, members)
+            piece = Piece(self._part_plan(leg), given, self._pool, 1)
+            bounds = split(given.numel(), members)
+            self._step(0, "up", lambda: piece.finish(piece.scatter(leg, given, bounds), out))
+            piece.release()
+        return output
 
     @overload
     def all_gather(self, output: Tensor, input: Tensor, *, async_op: Literal[False] = ...) -> Tensor: ...
@@ -231,13 +276,30 @@ class HierarchicalReducer:
         if self.debug:
             agree(self.groups.flat, (kind, asked), f"the ranks ask for different things: here {kind} of {asked}")
 
-    def _reduced(self, numbers: Tensor, divisor: int, key: Any) -> list[Reduced]:
+    def _check_part(self, field: str, first: int) -> None:
+        """Whether some levels can be gone over without the others."""
+        if first not in range(len(self.groups.names)):
+            raise InputError(field, first, f"a level, 0 to {len(self.groups.names) - 1}")
+        if self.groups.places.ragged:
+            raise InputError(field, first, "groups of one size at each level: these are ragged")
+
+    def _outer(self, first: int) -> Plan:
+        """The plan of the levels from that one outwards."""
+        if not self._scheme.flat:
+            return self._plan.from_level(first)
+        native = ReductionScheme((LevelScheme("native"),) * len(self.groups.names))
+        return Plan.make(native, self.groups.places, self._links).from_level(first)
+
+    def _part_plan(self, leg: Leg) -> Plan:
+        return Plan(ReductionScheme((leg.scheme,)), (leg,), (leg,), (), ())
+
+    def _reduced(self, numbers: Tensor, divisor: int, key: Any, plan: Plan | None = None) -> list[Reduced]:
         chunk, count = self._scheme.chunk_bytes, numbers.numel()
         pieces = max(1, numbers.nbytes // chunk) if chunk else 1
         unit = math.prod(self.groups.places.widths)
         each = -(-count // (pieces * unit)) * unit
         return [
-            Reduced(self._plan, numbers[start : start + each], self._pool, divisor, self.dropper, key, start)
+            Reduced(plan or self._plan, numbers[start : start + each], self._pool, divisor, self.dropper, key, start)
             for start in range(0, count, each)
         ]
 

@@ -19,8 +19,8 @@ from laneway.cluster.reduce.legs import Leg
 from laneway.cluster.reduce.pieces import Dropper, Gathered, Piece, Reduced, Scattered
 from laneway.cluster.reduce.pipeline import Pipeline
 from laneway.cluster.reduce.places import split
-from laneway.cluster.reduce.plan import Links, Plan
-from laneway.cluster.reduce.scheme import FLAT, LevelScheme, ReductionScheme
+from laneway.cluster.reduce.plan import Links, Plan, Way
+from laneway.cluster.reduce.scheme import FLAT, LevelScheme, ReductionScheme, SchemeTable
 from laneway.cluster.reduce.work import Observer, ReductionError, Timing, Work
 from laneway.core import InputError, LanewayError, choice
 
@@ -44,11 +44,12 @@ class HierarchicalReducer:
     roundings (2⁻⁹ each for bf16, 1/254 for int8) however many ranks it joins.
 
     On gloo, members exchange messages of their own (receives first). On other devices the calling thread enqueues everything on
-    its current stream, one level after the other; "native" then is the backend's reduce-scatter, all-gather and all-reduce.
+    its current stream (always the same one), one level after the other, as one batch of messages each; there "native", which is
+    NCCL's own reduce-scatter, all-gather and all-reduce, is the better choice inside a level.
 
     Args:
         groups: of all levels.
-        scheme: how to go over them; `FLAT`: one native collective over all ranks.
+        scheme: how to go over them, or a table of schemes by the vector's bytes; `FLAT`: one native collective over all ranks.
         debug: check at each call that all ranks ask for the same, with a small collective.
 
     Attributes:
@@ -60,19 +61,20 @@ class HierarchicalReducer:
         InputError: a scheme that doesn't fit the groups.
     """
 
-    def __init__(self, groups: LevelGroups, scheme: ReductionScheme = FLAT, *, debug: bool = False) -> None:
+    def __init__(self, groups: LevelGroups, scheme: ReductionScheme | SchemeTable = FLAT, *, debug: bool = False) -> None:
         self.groups, self.debug = groups, debug
         self.dropper: Dropper | None = None
         self.observers: list[Observer] = []
         self._links, self._pool = Links(groups), Pool()
         self._flat = Flat(groups, self.observers)
         self._pipeline = Pipeline(_stages(groups))
-        self._failed: BaseException | None = None
+        self._sent, self._failed_piece = 0, 0
+        self._failed: ReductionError | None = None
         self._use(scheme)
 
     @property
-    def scheme(self) -> ReductionScheme:
-        """How it goes over the levels."""
+    def scheme(self) -> ReductionScheme | SchemeTable:
+        """How it goes over the levels, as it was given."""
         return self._scheme
 
     @property
@@ -80,14 +82,14 @@ class HierarchicalReducer:
         """Bytes that this rank sent over each level so far; those of flat collectives aren't in it."""
         return self._links.sent()
 
-    def set_scheme(self, scheme: ReductionScheme) -> None:
+    def set_scheme(self, scheme: ReductionScheme | SchemeTable) -> None:
         """Another scheme from the next call on; what is under way ends as it began. All ranks must do so between the same calls.
 
         Raises:
             InputError: it doesn't fit the groups.
             LanewayError: under `debug`, another scheme than on other ranks.
         """
-        check_scheme(scheme, self.groups)
+        self._check(scheme)
         self._agree("scheme", scheme)
         self._use(scheme)
 
@@ -124,14 +126,17 @@ class HierarchicalReducer:
         divisor = self._begin("all_reduce", op, numbers)
         if first:
             self._check_part("first", first)
+        way = self._way(numbers.nbytes)
+        if way.scheme.levels and way.scheme.levels[-1].drop and self.dropper is None:
+            raise InputError("scheme.drop", way.scheme.levels[-1].drop, "0 without a dropper", "set reducer.dropper first")
         if not numbers.numel():
             return Work(tensor, 0) if async_op else tensor
         if first:
-            return self._send(self._reduced(numbers, divisor, key, self._outer(first)), tensor, async_op)
-        if self._scheme.flat:
+            return self._send(self._reduced(numbers, divisor, key, self._outer(way, first)), tensor, async_op)
+        if way.reducing is None:
             found = self._flat.all_reduce(numbers, divisor, async_op)
             return found if isinstance(found, Work) else tensor
-        return self._send(self._reduced(numbers, divisor, key), tensor, async_op)
+        return self._send(self._reduced(numbers, divisor, key, way.reducing), tensor, async_op)
 
     @overload
     def reduce_scatter(
@@ -165,17 +170,17 @@ class HierarchicalReducer:
         matching(given, out, self.groups.world, "input")
         if not out.numel():
             return Work(output, 0) if async_op else output
-        rows = given.view(self.groups.world, -1)
-        if self._scheme.flat:
+        rows, way = given.view(self.groups.world, -1), self._way(given.nbytes)
+        if way.reducing is None or way.scattering is None:
             found = self._flat.reduce_scatter(out, rows, divisor, async_op)
             return found if isinstance(found, Work) else output
         if self.groups.places.ragged:
             copy = given.clone()
             mine = copy.view_as(rows)[self.groups.rank]
-            return self._send(self._reduced(copy, divisor, key), output, async_op, lambda: out.copy_(mine))
+            return self._send(self._reduced(copy, divisor, key, way.reducing), output, async_op, lambda: out.copy_(mine))
         pieces = [
-            Scattered(self._scattering, rows[:, start:stop], out[start:stop], self._pool, divisor)
-            for start, stop in self._columns(out.numel(), given.itemsize)
+            Scattered(way.scattering, rows[:, start:stop], out[start:stop], self._pool, divisor)
+            for start, stop in self._columns(way, out.numel(), given.itemsize)
         ]
         return self._send(pieces, output, async_op)
 
@@ -202,10 +207,11 @@ class HierarchicalReducer:
         if link is None:
             return output.copy_(input.view_as(output))
         if out.numel():
-            level = LevelScheme() if self._scheme.flat else self._scattering.scheme.levels[0]
+            plan = self._way(given.nbytes).scattering
+            level = LevelScheme() if plan is None else plan.scheme.levels[0]
             level = level if level.algorithm == "ring" else LevelScheme(wire=level.wire)  # a torus has its parts in another order
             leg = Leg(link, level, members)
-            piece = Piece(self._part_plan(leg), given, self._pool, 1)
+            piece = Piece(Plan(ReductionScheme((level,)), (leg,), (leg,), 0, (), ()), given, self._pool, 1)
             bounds = split(given.numel(), members)
             self._step(0, "up", lambda: piece.finish(piece.scatter(leg, given, bounds), out))
             piece.release()
@@ -235,13 +241,14 @@ class HierarchicalReducer:
         if not given.numel():
             return Work(output, 0) if async_op else output
         given, rows = given.view(torch.uint8), out.view(torch.uint8).view(self.groups.world, -1)
-        if self._scheme.flat or self.groups.places.ragged:
+        way = self._way(out.nbytes)
+        if way.gathering is None or self.groups.places.ragged:
             found = self._flat.all_gather(rows, given, async_op)
             return found if isinstance(found, Work) else output
-        row = self._gathering.order.index(self.groups.rank)
+        row = way.gathering.order.index(self.groups.rank)
         pieces = [
-            Gathered(self._gathering, given[start:stop], rows[:, start:stop], self._pool, row)
-            for start, stop in self._columns(given.numel(), 1)
+            Gathered(way.gathering, given[start:stop], rows[:, start:stop], self._pool, row)
+            for start, stop in self._columns(way, given.numel(), 1)
         ]
         return self._send(pieces, output, async_op)
 
@@ -253,12 +260,19 @@ class HierarchicalReducer:
         """
         self._pipeline.close(wait=wait)
 
-    def _use(self, scheme: ReductionScheme) -> None:
-        check_scheme(scheme, self.groups)
+    def _check(self, scheme: ReductionScheme | SchemeTable) -> None:
+        for each in _schemes(scheme):
+            check_scheme(each, self.groups)
+
+    def _use(self, scheme: ReductionScheme | SchemeTable) -> None:
+        self._check(scheme)
         self._scheme = scheme
-        if not scheme.flat:
-            self._plan = Plan.make(scheme, self.groups.places, self._links)
-            self._scattering, self._gathering = self._plan.for_parts(exact=False), self._plan.for_parts(exact=True)
+        self._ways = {each: Way.make(each, self.groups.places, self._links) for each in _schemes(scheme)}
+
+    def _way(self, nbytes: int) -> Way:
+        """How a vector of that size goes."""
+        scheme = self._scheme
+        return self._ways[scheme.at(nbytes) if isinstance(scheme, SchemeTable) else scheme]
 
     def _begin(self, kind: str, op: str, numbers: Tensor) -> int:
         """What to divide by, once everything is in order."""
@@ -267,8 +281,6 @@ class HierarchicalReducer:
             raise LanewayError("the reducer is closed")
         if self._failed is not None:
             raise ReductionError(f"an earlier reduction failed, and its groups can't be used any more: {self._failed}")
-        if not self._scheme.flat and self._scheme.levels[-1].drop and self.dropper is None:
-            raise InputError("scheme.drop", self._scheme.levels[-1].drop, "0 without a dropper", "set reducer.dropper first")
         self._agree(kind, (op, str(numbers.dtype), numbers.numel(), self._scheme))
         return self.groups.world if op == "mean" else 1
 
@@ -283,29 +295,26 @@ class HierarchicalReducer:
         if self.groups.places.ragged:
             raise InputError(field, first, "groups of one size at each level: these are ragged")
 
-    def _outer(self, first: int) -> Plan:
+    def _outer(self, way: Way, first: int) -> Plan:
         """The plan of the levels from that one outwards."""
-        if not self._scheme.flat:
-            return self._plan.from_level(first)
-        native = ReductionScheme((LevelScheme("native"),) * len(self.groups.names))
-        return Plan.make(native, self.groups.places, self._links).from_level(first)
+        places, plan = self.groups.places, way.reducing
+        if plan is None:
+            plan = Plan.make(ReductionScheme((LevelScheme("native"),) * len(self.groups.names)), places, self._links)
+        return plan.from_level(first, places)
 
-    def _part_plan(self, leg: Leg) -> Plan:
-        return Plan(ReductionScheme((leg.scheme,)), (leg,), (leg,), (), ())
-
-    def _reduced(self, numbers: Tensor, divisor: int, key: Any, plan: Plan | None = None) -> list[Reduced]:
-        chunk, count = self._scheme.chunk_bytes, numbers.numel()
+    def _reduced(self, numbers: Tensor, divisor: int, key: Any, plan: Plan) -> list[Reduced]:
+        chunk, count = plan.scheme.chunk_bytes, numbers.numel()
         pieces = max(1, numbers.nbytes // chunk) if chunk else 1
         unit = math.prod(self.groups.places.widths)
         each = -(-count // (pieces * unit)) * unit
         return [
-            Reduced(plan or self._plan, numbers[start : start + each], self._pool, divisor, self.dropper, key, start)
+            Reduced(plan, numbers[start : start + each], self._pool, divisor, self.dropper, key, start)
             for start in range(0, count, each)
         ]
 
-    def _columns(self, length: int, itemsize: int) -> list[tuple[int, int]]:
+    def _columns(self, way: Way, length: int, itemsize: int) -> list[tuple[int, int]]:
         """Pieces of every rank's part."""
-        chunk = self._scheme.chunk_bytes
+        chunk = way.scheme.chunk_bytes
         pieces = max(1, self.groups.world * length * itemsize // chunk) if chunk else 1
         return split(length, min(pieces, length))
 
@@ -316,30 +325,39 @@ class HierarchicalReducer:
         on_device = result.device.type != "cpu"
         alone = len(pieces) == 1 and not asynchronous
         for piece in pieces:
-            calls = [partial(self._step, *step) for step in piece.steps()]
+            self._sent += 1
+            calls = [partial(self._step, self._sent, *step) for step in piece.steps()]
             if (on_device or alone) and self._pipeline.run(calls):
                 work.piece_done(None)
             else:
                 self._pipeline.submit(calls, work.piece_done)
         return work if asynchronous else work.wait()
 
-    def _step(self, level: int, phase: str, call: Callable[[], None]) -> None:
-        """One stage's part of a piece. After a failure nothing runs any more: who waits for which message is lost."""
-        if self._failed is not None:
+    def _step(self, piece: int, level: int, phase: str, call: Callable[[], None]) -> None:
+        """One stage's part of a piece. After a failure no later piece goes on: who waits for which message is lost then."""
+        if self._failed is not None and piece >= self._failed_piece:
             raise self._failed
         link = (self._links.down if phase == "down" else self._links.up)[level]
         before, started = link.sent if link else 0, time.perf_counter()
         try:
             call()
         except Exception as error:
-            ranks = ", ".join(map(str, self.groups.ranks[level]))
-            told = ReductionError(f"a reduction failed at {self.groups.names[level]} ({phase}) among ranks {ranks}: {error}")
-            self._failed = told
-            raise told from error
+            raise self._fail(piece, level, phase, error) from error
         if self.observers:
             timing = Timing(level, phase, (link.sent if link else 0) - before, time.perf_counter() - started, started)
             for observer in self.observers:
                 observer(timing)
+
+    def _fail(self, piece: int, level: int, phase: str, error: Exception) -> ReductionError:
+        ranks = ", ".join(map(str, self.groups.ranks[level]))
+        told = ReductionError(f"a reduction failed at {self.groups.names[level]} ({phase}) among ranks {ranks}: {error}")
+        if self._failed is None or piece < self._failed_piece:
+            self._failed_piece, self._failed = piece, told
+        return told
+
+
+def _schemes(scheme: ReductionScheme | SchemeTable) -> list[ReductionScheme]:
+    return [each for _, each in scheme.rows] if isinstance(scheme, SchemeTable) else [scheme]
 
 
 def _stages(groups: LevelGroups) -> list[str]:

@@ -12,6 +12,7 @@ import tyro
 from laneway.bench import BENCHES
 from laneway.cli._bench_job import Job, job_of
 from laneway.cli._bench_quality import quality_job, stability_job
+from laneway.cli._bench_scheduling import scheduling_job
 from laneway.cli._bench_simulated import planner_job, policies_job
 from laneway.cli._parse import parse
 from laneway.core import InputError, choice
@@ -27,8 +28,7 @@ def run(args: Sequence[str]) -> int:
         print("\n`laneway bench NAME --help` shows the rest.")
         return 0
     name = choice("bench", args[0], BENCHES)
-    command = COMMANDS[name]
-    job = parse(command, _bare_save(args[1:]), prog=f"laneway bench {name}")
+    job = parse(COMMANDS[name], _bare_save(args[1:]), prog=f"laneway bench {name}")
     from laneway.bench.rows import results_folder
     from laneway.bench.table import show
 
@@ -371,4 +371,5 @@ COMMANDS = {
     "policies": policies_job,
     "soak": _soak,
     "planner": planner_job,
+    "scheduling": scheduling_job,
 }

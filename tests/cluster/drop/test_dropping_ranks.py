@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dropping_ranks
 import pytest
 import torch
-
-import dropping_ranks
 from dropping_ranks import CASES, WORLD, gradient, layout
+
 from laneway.cluster.drop.sizes import drop_for_saving, exchange_bytes, message_format, parts
 
 pytestmark = pytest.mark.distributed
@@ -88,12 +88,12 @@ def test_forty_percent_fewer_bytes_and_no_more_entries_than_planned(ranks):
     case = CASES[name]
     forms = [message_format(stop - start, 0.44, case.options["wire"]) for start, stop in parts(4000, case.members)]
     for result in ranks[0][name]["results"]:
-        assert 0.5 * 4000 < result.count_nonzero() <= sum(form.kept for form in forms)
+        assert 0.45 * 4000 < result.count_nonzero() <= sum(form.kept for form in forms)
 
 
 def test_alone_nothing_is_dropped_or_sent(ranks):
     found = ranks[0]["alone"]
-    assert found["sent"] == [0] * 4
+    assert found["sent"] == [0] * 3
     assert all(torch.equal(result, gradient(CASES["alone"], 0, step, SEED)) for step, result in enumerate(found["results"]))
 
 
@@ -124,7 +124,7 @@ def test_a_burst_is_sent_where_it_is_largest_and_the_rest_waits(ranks):
 
 def test_without_feedback_the_rest_is_lost(ranks):
     assert not ranks[0]["without feedback"]["residuals"][-1].any()
-    assert not torch.equal(accounted(ranks, "without feedback", 4), given("without feedback", 4))
+    assert not torch.equal(accounted(ranks, "without feedback", 3), given("without feedback", 3))
 
 
 def test_warm_up_ends_at_the_share_that_was_asked_for(ranks):
@@ -164,3 +164,44 @@ def test_residuals_follow_their_parameters_through_other_vectors(ranks):
     difference = ranks[0]["rebuilt"]["received"] + left - total
     assert left.any()
     assert difference.abs().max() < 1e-2, "carried residuals round to the gradient's fp32"
+
+
+def test_through_levels_chunks_and_schemes_nothing_is_lost(ranks):
+    """Two hosts of two ranks; at last all that stayed at home has come."""
+    found = [ranks[rank]["through levels"] for rank in range(WORLD)]
+    total = sum(each["total"] for each in found)
+    assert torch.equal(found[0]["received"], total)
+    assert all(torch.equal(each["received"], total) for each in found)
+    assert all(each["left"][:-1].any(dim=1).all() and not each["left"][-1].any() for each in found)
+
+
+def test_the_reducer_drops_the_share_of_its_level(ranks):
+    for rank in range(WORLD):
+        sent = ranks[rank]["through levels"]["sent"].tolist()
+        assert sent[0] == exchange_bytes(1500, 2, rank % 2, 0.9, "bf16") or sent[0] == exchange_bytes(1500, 2, 0, 0.9, "bf16")
+        assert sent[3] > 3 * sent[0]
+
+
+def test_fewer_ranks_take_over_what_those_that_left_had_not_sent(ranks):
+    found = [ranks[rank]["fewer ranks"] for rank in range(WORLD)]
+    total = sum(each["total"] for each in found)
+    assert torch.equal(found[0]["received"] + found[0]["left"] + found[1]["left"], total)
+
+
+def test_powersgd_is_plain_at_first_then_of_low_rank_and_keeps_its_errors_over_a_load(ranks):
+    """Mean of gradients and old errors = result + mean of new errors, for each parameter, whatever bucket it was in."""
+    found = [ranks[rank]["low rank"] for rank in range(WORLD)]
+    for step in range(10):
+        for name in found[0]["given"][0]:
+            mean = sum(each["given"][step][name] for each in found) / WORLD
+            got = found[0]["got"][step][name]
+            assert all(torch.equal(each["got"][step][name], got) for each in found)
+            if step in (0, 1, 2, 5, 6):
+                assert torch.allclose(got, mean, atol=1e-6)
+                continue
+            old, new = (sum(each["errors"][s].get(name, torch.zeros(1)) for each in found) / WORLD for s in (step - 1, step))
+            assert torch.allclose(mean.flatten() + old, got.flatten() + new, atol=1e-6)
+            if got.dim() == 2:
+                assert torch.linalg.matrix_rank(got, rtol=1e-4) == 2
+                assert new.norm() > 1e-4
+    assert "communication hook already" in found[0]["second"]

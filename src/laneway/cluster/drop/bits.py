@@ -1,14 +1,22 @@
-"""Eight flags in a byte, on any device: the first in the lowest bit."""
+"""Flags: where they are set, and eight in a byte, the first in the lowest bit; on any device."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "unpack"]
+__all__ = ["nonzero", "pack", "unpack"]
 
 _GATHER = 0x0102040810204080
 """Times eight bytes of 0 or 1, seen as one little-endian integer, brings the eight bits together in the highest byte."""
+
+
+def nonzero(flags: Tensor) -> Tensor:
+    """Where [m] bool is set: int64, ascending."""
+    if flags.device.type == "cpu":  # several times faster than torch's
+        return torch.from_numpy(np.flatnonzero(flags.numpy()))
+    return flags.nonzero().squeeze(1)
 
 
 def pack(flags: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def encode(vector: Tensor, units: Tensor | None, form: Format, out: Tensor) -> K
     Returns: what the receivers will read.
     """
     places = None if units is None else _places(units, form)
-    chosen = vector if places is None else vector[places]
+    chosen = vector if places is None else vector.index_select(0, places)
     travelled, scales = narrow(chosen, form.wire)
     fields = _fields(form, out)
     fields["values"].zero_()[: travelled.numel()] = travelled
@@ -82,7 +82,7 @@ def decode(message: Tensor, form: Format) -> Kept:
         indices = fields["indices"]
         places = _places(indices[indices >= 0].long(), form)
     elif form.coding == "mask":
-        places = _places(bits.unpack(fields["mask"], form.units).nonzero().squeeze(1), form)
+        places = _places(bits.nonzero(bits.unpack(fields["mask"], form.units)), form)
     used = form.slots if places is None else places.numel()
     return Kept(places, widen(fields["values"], fields.get("scales"))[:used])
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laneway.cluster.drop.bits import nonzero
 from laneway.cluster.drop.pieces import Pieces
 from laneway.cluster.drop.sizes import Format
 
 __all__ = ["Pattern"]
 
-LEAST, MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+LEAST = torch.finfo(torch.float32).tiny
 SMALLEST = 2.0**-149  # above zero
 SAMPLES = 32
 """At least so many entries of each parameter are looked at."""
@@ -78,67 +79,66 @@ class Pattern:
         if form.coding == "dense":
             return None
         run = self._runs.get((low, high)) or self._run(low, high)
-        scales = self.scales()[run.first : run.last]
-        each = scales if run.last - run.first == 1 else torch.repeat_interleave(scales, run.lengths, output_size=high - low)
+        relative = torch.empty_like(vector)
+        for start, stop, scale in zip(run.bounds, run.bounds[1:], self.scales()[run.first :], strict=False):
+            torch.div(vector[start:stop], scale, out=relative[start:stop])
         if form.unit > 1:
-            return _blocks(vector, each, form)
-        return _entries(vector, each, self._threshold(vector, run, form), form)
+            return _blocks(relative, form)
+        least, enough = self._thresholds(relative.abs_(), run, form)
+        return _entries(relative, least, enough, form)
 
     def _run(self, low: int, high: int) -> _Run:
         starts = self.pieces.starts
         first, last = bisect_right(starts, low) - 1, bisect_left(starts, high)
-        lengths = [min(high, starts[p + 1]) - max(low, starts[p]) for p in range(first, last)]
+        bounds = [0, *(start - low for start in starts[first + 1 : last]), high - low]
         samples = torch.searchsorted(self._places, torch.tensor([low, high], device=self._places.device)).tolist()
-        run = _Run(low, first, last, torch.tensor(lengths, device=self.root.device), *samples)
+        run = _Run(first, bounds, self._places[slice(*samples)] - low, self._weight[slice(*samples)])
         self._runs[low, high] = run
         return run
 
-    def _threshold(self, vector: Tensor, run: _Run, form: Format) -> Tensor:
-        """τ: at least form.kept of the entries are so large for their parameter, as far as the sample tells (one σ to spare)."""
-        sample = slice(run.sample_first, run.sample_last)
-        relative = vector[self._places[sample] - run.low].abs_() / self.scales()[self._owner[sample]]
-        if not relative.numel():
-            return vector.new_zeros(1)
-        relative, order = relative.sort()
-        below = self._weight[sample][order].cumsum(0)
+    def _thresholds(self, relative: Tensor, run: _Run, form: Format) -> Tensor:
+        """[τ, a larger one]: at least form.kept entries reach the first and fewer the second, as far as a sample tells (2 σ)."""
+        if not run.places.numel():
+            return relative.new_zeros(2)
+        sizes, order = relative[run.places].sort()
+        below = run.weights[order].cumsum(0)
         share = (form.entries - form.kept) / form.entries
-        share = max(0.0, share - math.sqrt(share * (1 - share) / below.numel()))
-        place = torch.searchsorted(below, below[-1:] * share, right=True).clamp_(max=below.numel() - 1)
-        return relative[place].clamp_(max=MOST)
+        spread = math.sqrt(share * (1 - share) / below.numel())
+        wanted = torch.tensor([max(0.0, share - spread), min(1.0, share + 2 * spread)], device=below.device)
+        return sizes[torch.searchsorted(below, below[-1] * wanted, right=True).clamp_(max=below.numel() - 1)]
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Entries from ``low`` on: of which pieces, how many of each, and where their samples lie among all."""
+    """Entries low to high: the first of their pieces and where each begins, and where samples lie, counted from low."""
 
-    low: int
     first: int
-    last: int
-    lengths: Tensor
-    sample_first: int
-    sample_last: int
+    bounds: list[int]
+    places: Tensor
+    weights: Tensor
 
 
-def _entries(vector: Tensor, scales: Tensor, threshold: Tensor, form: Format) -> Tensor:
-    """The entries that reach the threshold; where they are too many, the largest for their parameter."""
-    sizes = vector.abs()
-    kept = (sizes >= (scales * threshold).clamp_(min=SMALLEST)).nonzero().squeeze(1)
+def _entries(relative: Tensor, least: Tensor, enough: Tensor, form: Format) -> Tensor:
+    """The entries above zero that reach the least threshold; where they are too many, the largest."""
+    kept = nonzero(relative >= least.clamp(min=SMALLEST))
     excess = kept.numel() - form.kept
     if excess <= 0:
         return kept
-    relative = sizes[kept] / (scales if scales.numel() == 1 else scales[kept])
+    sizes = relative.index_select(0, kept)
+    doubtful = nonzero(sizes < enough)
+    if doubtful.numel() < excess:
+        doubtful = torch.arange(kept.numel(), device=kept.device)
     keep = torch.ones_like(kept, dtype=torch.bool)
-    keep[relative.topk(excess, largest=False, sorted=False).indices] = False
-    return kept[keep]
+    keep[doubtful[sizes[doubtful].topk(excess, largest=False, sorted=False).indices]] = False
+    return kept.index_select(0, nonzero(keep))
 
 
-def _blocks(vector: Tensor, scales: Tensor, form: Format) -> Tensor:
-    """The blocks with the largest Σ (g / s)²; s of a block is that of its first entry."""
+def _blocks(relative: Tensor, form: Format) -> Tensor:
+    """The blocks with the largest Σ (g / s)²."""
     short = form.units * form.unit - form.entries
     if short:
-        vector = torch.cat([vector, vector.new_zeros(short)])
-    first = scales if scales.numel() == 1 else scales[:: form.unit]
-    sums = (vector.view(-1, form.unit) / first[:, None]).square_().sum(1)
+        relative = torch.cat([relative, relative.new_zeros(short)])
+    sums = relative.view(-1, form.unit).square_().sum(1)
     return sums.topk(form.kept, sorted=False).indices.sort().values
 
 

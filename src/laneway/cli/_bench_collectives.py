@@ -31,7 +31,7 @@ def collectives_job(
     Args:
         quick: at most 60 s on 2 cores: small sizes, few rounds.
         json: one JSON object on stdout.
-        save: append the rows to DIR/collectives.csv and collectives_ddp.csv; without DIR to benchmarks/results of the source checkout.
+        save: append the rows to DIR/collectives*.csv; without DIR to benchmarks/results of the source checkout.
         ops: comma-separated: all_reduce, reduce_scatter, all_gather; ddp_step: forward and backward of a model under DDP.
         sizes_kb: of the whole vector, kB of 1024 bytes.
         variants: comma-separated; empty for all. flat must be among them.

@@ -20,7 +20,7 @@ def test_a_measuring_step_is_spread_over_its_interval():
 
 
 def test_every_variant_has_a_row():
-    options = quick(ControlCostOptions(dim=16, layers=1, context=16, batch_size=2, every=3, sample=14, seconds=1.0))
+    options = quick(ControlCostOptions(dim=16, sites=2, tokens=32, every=3, sample=14, seconds=1.0))
     assert (options.dim, options.seconds, options.quick) == (16, 10.0, True)
     report = run(ControlCostOptions(**{**options.__dict__, "seconds": 0.2}))
     rows = report.tables["control_cost"]
@@ -35,10 +35,11 @@ def test_bad_options_are_named():
     for options, field in (
         (ControlCostOptions(controls=("curvatur",)), "controls"),
         (ControlCostOptions(every=0), "every"),
+        (ControlCostOptions(streams=1), "streams"),
         (ControlCostOptions(seconds=0), "seconds"),
         (ControlCostOptions(threads=-1), "threads"),
     ):
         with pytest.raises(lw.InputError, match=f"{field}: got"):
             options.check()
     with pytest.raises(lw.InputError, match="sample: got 5"):
-        run(ControlCostOptions(dim=16, layers=1, context=16, sample=5, seconds=0.1))
+        run(ControlCostOptions(dim=16, sites=1, tokens=16, sample=5, seconds=0.1))

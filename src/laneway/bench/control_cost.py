@@ -1,8 +1,9 @@
-"""What controls of the streams cost in a training step, beside what the hyper-connections themselves cost.
+"""What controls of the streams cost, beside what the hyper-connections themselves cost.
 
-The plain residual, mHC, and mHC under each control take turns in one process, each a whole step as ``laneway train`` runs it.
-``hyper_ms`` is mHC's step less the residual's. A control's ``overhead`` is its step less mHC's, as a fraction of that. A control
-that measures every k steps has two kinds of steps, timed apart (``watching`` and between); its cost is the mean over the k.
+A chain of sites, forward and backward, around sub-layers that only halve what they read: the streams' part of a training step and
+nothing else. The plain residual, mHC, and mHC under each control take turns in one process. ``hyper_ms`` is mHC's time less the
+residual's; a control's ``overhead`` is its time less mHC's, as a fraction of that. A control that measures every k steps has two
+kinds of steps, timed apart (``watching`` and between); its time is the mean over the k.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import nn
+
 from laneway.bench.rows import Report, Row
 from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, interleave
-from laneway.bench.training import TrainingStep
+from laneway.connections import HyperConnection, StreamChain
 from laneway.connections.constraint import CurvatureConstraint, Measurement
 from laneway.connections.controls import CONTROLS, build
 from laneway.core import Extension, InputError, choice, positive_int
-from laneway.models.gpt import GPTConfig
-from laneway.train.config import TrainConfig
-from laneway.train.ranks import ranks_of_run
 
 RESIDUAL, MHC = "residual", "mhc"
 
@@ -32,9 +33,10 @@ class ControlCostOptions:
 
     controls: tuple[str, ...] = ("constant", "curvature", "curvature-res")
     dim: int = 256
-    layers: int = 2
-    context: int = 256
-    batch_size: int = 8
+    streams: int = 4
+    sites: int = 8
+    tokens: int = 2048
+    """Of a batch."""
     every: int = Measurement().every
     """Steps between two measurements of curvature."""
     sample: int = Measurement().sample
@@ -49,35 +51,48 @@ class ControlCostOptions:
         """Raise InputError for the first field that is out of range."""
         for name in self.controls:
             choice("controls", name, CONTROLS)
+        for name in ("dim", "sites", "tokens", "every"):
+            positive_int(name, getattr(self, name))
+        positive_int("streams", self.streams, 2)
         positive_int("threads", self.threads, 0)
-        positive_int("every", self.every)
         if not 0 < self.seconds < float("inf"):
             raise InputError("seconds", self.seconds, "a number > 0")
-        self.config(MHC).check()
-
-    def config(self, residual: str) -> TrainConfig:
-        """The run whose step is measured."""
-        model = GPTConfig(residual=residual, dim=self.dim, layers=self.layers, context=self.context)
-        return TrainConfig(model=model, batch_size=self.batch_size, parallel="none", device="cpu")
 
 
 def quick(options: ControlCostOptions) -> ControlCostOptions:
-    """At most half a minute on one core: narrow networks and few rounds."""
-    return replace(options, dim=min(options.dim, 64), context=min(options.context, 64), seconds=10.0, quick=True)
+    """At most half a minute on one core: few sites and few rounds."""
+    return replace(options, sites=min(options.sites, 4), tokens=min(options.tokens, 1024), seconds=10.0, quick=True)
+
+
+class SiteStep:
+    """Forward and backward of a chain of sites."""
+
+    def __init__(self, options: ControlCostOptions, streams: int) -> None:
+        self.sites = nn.ModuleList(HyperConnection(options.dim, streams, site=place) for place in range(options.sites))
+        self.x = torch.randn(options.tokens, streams, options.dim, requires_grad=True)
+
+    def __call__(self) -> None:
+        """One pass; the gradients are let go."""
+        chain = StreamChain(self.x)
+        for site in self.sites:
+            assert isinstance(site, HyperConnection)
+            chain.leave(chain.enter(site) * 0.5)
+        torch.autograd.grad(chain.streams().sum(), [self.x, *self.sites.parameters()])
 
 
 @dataclass
 class ControlledStep:
-    """A training step under a control, of one kind: step 1 measures, step 2 doesn't."""
+    """The same under a control, in a step that measures (step 1) or doesn't (step 2)."""
 
-    step: TrainingStep
+    step: SiteStep
     control: Extension
     number: int
 
     def __call__(self) -> None:
         """One step."""
         self.control.on_step_begin(self.number)
-        self.step.stepper(self.step.batch, 1e-3, False, lambda: self.control.on_backward_end(self.number))
+        self.step()
+        self.control.on_backward_end(self.number)
         self.control.on_step_end(self.number, {"loss": 0.0, "grad_norm": 1.0})
         if self.number == 1:
             self.control.on_step_begin(2)  # the gates that follow from it
@@ -86,19 +101,20 @@ class ControlledStep:
 def run(options: ControlCostOptions, progress: Callable[[str], None] = lambda line: None) -> Report:
     """Time every variant; raises InputError where an option is out of range."""
     options.check()
-    with using_threads(options.threads), ranks_of_run("cpu") as ranks:
-        variants: dict[str, Callable[[], None]] = {name: TrainingStep(options.config(name), ranks) for name in (RESIDUAL, MHC)}
+    with using_threads(options.threads):
+        torch.manual_seed(0)
+        variants: dict[str, Callable[[], None]] = {RESIDUAL: SiteStep(options, 1), MHC: SiteStep(options, options.streams)}
         for name in options.controls:
-            step = TrainingStep(options.config(MHC), ranks)
-            control = build(name, step.model, **_settings(name, options))
+            step = SiteStep(options, options.streams)
+            control = build(name, step.sites, **_settings(name, options))
             variants[name] = ControlledStep(step, control, 2)
-            if isinstance(control, CurvatureConstraint) and options.every > 1:
+            if isinstance(control, CurvatureConstraint):
                 variants[f"{name} watching"] = ControlledStep(step, control, 1)
         progress(f"{', '.join(variants)}: about {options.seconds:.0f} s")
-        samples = interleave(variants, seconds=options.seconds, min_rounds=3 if options.quick else 9, warmup=2)
+        samples = interleave(variants, seconds=options.seconds, min_rounds=5, max_rounds=1000, warmup=3)
     rows = [_row(name, options, samples) for name in (RESIDUAL, MHC, *options.controls)]
     summary = {row["variant"]: row["overhead"] for row in rows if row["overhead"] is not None}
-    notes = ["quick: a narrow network, on which a fixed sample weighs more than on any that is trained"] if options.quick else []
+    notes = ["quick: few tokens, over which a fixed sample weighs more than in a run"] if options.quick else []
     return Report("control-cost", {"control_cost": rows}, {"overhead": summary}, notes)
 
 
@@ -124,8 +140,9 @@ def _row(name: str, options: ControlCostOptions, samples: dict[str, Samples]) ->
     return {
         "variant": name,
         "dim": options.dim,
-        "layers": options.layers,
-        "tokens": options.context * options.batch_size,
+        "streams": options.streams,
+        "sites": options.sites,
+        "tokens": options.tokens,
         "every": options.every,
         "sample": options.sample,
         "rounds": len(ms),

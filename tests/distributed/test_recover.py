@@ -36,13 +36,17 @@ def found() -> dict[str, Any]:
     return find("kill", "freeze", "cut", "minority", "store_host", "own_error")
 
 
-def left(case: dict[str, Any], *lost: int) -> dict[int, dict[str, Any]]:
-    """What the others said, by rank, after checking that they name ``lost`` alike and that one of them speaks."""
-    others = {int(rank): said for rank, said in case["ranks"].items() if int(rank) not in lost}
+def left(case: dict[str, Any], *lost: int, later: int | None = None) -> dict[int, dict[str, Any]]:
+    """What the others said, by rank, after checking that they name ``lost`` alike and that one of them speaks.
+
+    ``later``: one that was lost after that, and said nothing.
+    """
+    others = {int(rank): said for rank, said in case["ranks"].items() if int(rank) not in (*lost, later)}
     assert {said["kind"] for said in others.values()} == {"RankLostError"}
     assert len({said["text"] for said in others.values()}) == 1
     assert all(said["lost"] == list(lost) for said in others.values())
-    assert [rank for rank, said in others.items() if said["speaks"]] == [min(others)]
+    if later is None:
+        assert [rank for rank, said in others.items() if said["speaks"]] == [min(others)]
     return others
 
 
@@ -123,8 +127,8 @@ def test_other_losses():
     assert "lost ranks 2, 3 on host " in others[0]["text"]
     check_new_world(others)
     check_new_world(left(found["kill_first"], 0))
-    first = left(found["kill_twice"], 1)
-    second = {rank: said["second"] for rank, said in first.items() if rank != 0}
+    first = left(found["kill_twice"], 1, later=0)
+    second = {rank: said["second"] for rank, said in first.items()}
     assert found["kill_twice"]["ranks"]["0"] is None
     assert all(said["lost"] == [0] for said in second.values())  # its rank in the second world
     check_new_world(second)

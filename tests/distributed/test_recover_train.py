@@ -18,7 +18,7 @@ from laneway.rundir import RunDirectory
 from laneway.train.config import TrainConfig
 from laneway.train.settings import to_toml
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(520)]
 
 LOST = re.compile(r"laneway train: lost rank (\d) of 2 on host \S+ \(process \d+\): .*; noticed by rank \d")
 
@@ -28,7 +28,7 @@ def restarted(small: TrainConfig, folder: Path, *cases: str) -> dict[str, Any]:
     (folder / "c.toml").write_text(to_toml(config))
     command = [sys.executable, str(Path(__file__).with_name("restarts.py")), "c.toml", *cases]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=220, check=False)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

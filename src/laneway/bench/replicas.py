@@ -98,7 +98,9 @@ class ControlNotes:
         """One tensor [R, …] for each."""
         rows = [torch.stack([getattr(control, name).detach() for control in same]) for same, name in self.places]
         self.meters = [
-            row.requires_grad_() for row, (same, name) in zip(rows, self.places, strict=True) if getattr(same[0], name).requires_grad
+            row.requires_grad_()
+            for row, (same, name) in zip(rows, self.places, strict=True)
+            if getattr(same[0], name).requires_grad
         ]
         return rows
 

@@ -22,10 +22,10 @@ from laneway.core import InputError, positive_int
 RANK = 1e-5  # smallest variance of a direction that counts, relative to the largest
 
 
-def check_directions(directions: int, features: int) -> None:
-    """Raise InputError unless subspaces of that many directions can differ in ``features`` dimensions."""
-    if positive_int("directions", directions) >= positive_int("features", features):
-        raise InputError("directions", directions, f"an integer from 1 to below features = {features}")
+def check_directions(field: str, directions: int, dims: int) -> None:
+    """Raise InputError unless subspaces of that many directions can differ in ``dims`` dimensions."""
+    if positive_int(field, directions) >= dims:
+        raise InputError(field, directions, f"an integer from 1 to below the {dims} dimensions of the features")
 
 
 def principal_directions(points: Tensor, directions: int) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def principal_directions(points: Tensor, directions: int) -> tuple[Tensor, Tenso
     Raises:
         InputError: r ≥ d.
     """
-    check_directions(directions, points.shape[-1])
+    check_directions("directions", directions, points.shape[-1])
     z = points if points.dtype == torch.float64 else points.float()
     valid = z.isfinite().all(-1, keepdim=True)
     z = torch.where(valid, z, 0)

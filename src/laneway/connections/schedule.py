@@ -20,7 +20,7 @@ with their site.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from laneway.connections.arbitration import check_directions
 from laneway.connections.control import Maps, StreamControl, attach, require_sites
 from laneway.connections.curvature import WIDEST, TokenSample
 from laneway.connections.priorities import FORMS, check_floor, keep_total, metered, modulate, relative_priorities
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choice, collect, positive_int
 
 if TYPE_CHECKING:
     from laneway.connections.layer import HyperConnection
@@ -70,30 +70,32 @@ class Schedule:
     seed: int = 0
     """Of projections, places of the sample, and keys."""
 
-    def check(self, streams: set[int], widths: set[int]) -> None:
-        """Raise InputError for the first field that is out of range for such sites."""
-        rules = [
-            ("temperature", 0 < self.temperature < math.inf, "a number > 0"),
-            ("demand", 0 <= self.demand < 1, "a number from 0 to below 1"),
-            ("damping", 0 <= self.damping < math.inf, "a number ≥ 0"),
-            ("threshold", 0 <= self.threshold < 1, "a number from 0 to below 1"),
-            ("decay", 0 <= self.decay < 1, "a number from 0 to below 1"),
-        ]
-        for name, fine, accepted in rules:
-            if not fine:
-                raise InputError(name, getattr(self, name), accepted)
-        for n in sorted(streams):
-            check_floor("floor", self.floor, n)
-        choice("form", self.form, FORMS)
-        if positive_int("features", self.features) > WIDEST:
-            raise InputError("features", self.features, f"an integer from 1 to {WIDEST}")
-        if positive_int("sample", self.sample) <= positive_int("directions", self.directions):
-            raise InputError("sample", self.sample, f"more tokens than directions = {self.directions}")
-        positive_int("every", self.every)
-        positive_int("seed", self.seed, 0)
-        for width in sorted(widths):
-            if self.damping:
-                check_directions(self.directions, min(self.features, width))
+    def problems(self, streams: Collection[int], widths: Collection[int], prefix: str = "") -> list[InputError]:
+        """All that is wrong for sites of such streams and widths, one error a field; their names begin with ``prefix``."""
+        dims = min([self.features, *widths]) if self.damping else WIDEST + 1
+        return collect(
+            [
+                lambda: self._number(prefix, "temperature", self.temperature > 0, "a number > 0"),
+                lambda: check_floor(f"{prefix}floor", self.floor, max(streams, default=1)),
+                lambda: choice(f"{prefix}form", self.form, FORMS),
+                lambda: self._number(prefix, "demand", 0 <= self.demand < 1, "a number from 0 to below 1"),
+                lambda: self._number(prefix, "damping", self.damping >= 0, "a number ≥ 0"),
+                lambda: self._number(prefix, "threshold", 0 <= self.threshold < 1, "a number from 0 to below 1"),
+                lambda: self._number(prefix, "decay", 0 <= self.decay < 1, "a number from 0 to below 1"),
+                lambda: positive_int(f"{prefix}every", self.every),
+                lambda: positive_int(f"{prefix}seed", self.seed, 0),
+                lambda: self._number(prefix, "features", self.features <= WIDEST, f"at most {WIDEST}"),
+                lambda: positive_int(f"{prefix}features", self.features),
+                lambda: check_directions(f"{prefix}directions", self.directions, dims),
+                lambda: self._number(
+                    prefix, "sample", self.sample > self.directions, f"more than directions = {self.directions}"
+                ),
+            ]
+        )
+
+    def _number(self, prefix: str, name: str, fine: bool, accepted: str) -> None:
+        if not fine or not math.isfinite(getattr(self, name)):
+            raise InputError(prefix + name, getattr(self, name), accepted)
 
 
 class SiteScheduler(StreamControl):
@@ -217,7 +219,8 @@ def add_scheduler(model: nn.Module, schedule: Schedule | None = None) -> list[Si
         InputError: a field of the schedule is out of range, or the model has no maps.
     """
     schedule, sites = schedule or Schedule(), require_sites(model)
-    schedule.check({site.streams for site in sites}, {site.dim for site in sites})
+    for problem in schedule.problems({site.streams for site in sites}, {site.dim for site in sites}):
+        raise problem
     return attach(model, lambda site, place: SiteScheduler(site, schedule, place))
 
 

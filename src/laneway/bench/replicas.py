@@ -97,11 +97,8 @@ class ControlNotes:
     def stacked(self) -> list[Tensor]:
         """One tensor [R, …] for each."""
         rows = [torch.stack([getattr(control, name).detach() for control in same]) for same, name in self.places]
-        self.meters = [
-            row.requires_grad_()
-            for row, (same, name) in zip(rows, self.places, strict=True)
-            if getattr(same[0], name).requires_grad
-        ]
+        metered = [getattr(same[0], name).requires_grad for same, name in self.places]
+        self.meters = [row.requires_grad_() for row, is_meter in zip(rows, metered, strict=True) if is_meter]
         return rows
 
     def credit(self, gradients: Sequence[Tensor]) -> None:

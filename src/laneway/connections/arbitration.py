@@ -1,8 +1,8 @@
 """Arbitration: streams that say the same thing, and how much of what is written to them is held back.
 
 The subspace of a stream is spanned by the r leading principal directions of its tokens, in a seeded random projection to d
-dimensions. Of two streams, with θ the principal angles between their subspaces U_i and U_j [d, r] (Björck and Golub, Math. Comp. 27,
-1973) and u their use:
+dimensions. Of two streams, with θ the principal angles between their subspaces U_i and U_j [d, r] (Björck and Golub, Math. Comp.
+27, 1973) and u their use:
 
     similarity    S_ij = mean cos² θ = |U_iᵀ U_j|² / r                    1: the same subspace; r / d or so: unrelated ones
     collision     O_ij = max(0, S_ij − threshold) / (1 − threshold)

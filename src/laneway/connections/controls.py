@@ -101,9 +101,9 @@ def build(name: str, model: nn.Module, **options: Any) -> Extension:
 
     Args:
         name: a key of ``CONTROLS``. constant: one ``strength`` for all writes. curvature: ``CurvatureConstraint`` with its
-            options; -exponential, -peers and -res are its other rules; -auto chooses λ itself (``settings``). priorities: the same
-            ``shares`` of streams always. scheduler: ``ConnectionScheduler`` with the fields of ``Schedule``; -logits has its other
-            form; both add parameters, so they come before the optimizer.
+            options; -exponential, -peers and -res are its other rules; -auto chooses λ itself (``settings``). priorities: the
+            same ``shares`` of streams always. scheduler: ``ConnectionScheduler`` with the fields of ``Schedule``; -logits has its
+            other form; both add parameters, so they come before the optimizer.
         model: on the device where it is trained.
         options: those of the control.
 

@@ -76,8 +76,8 @@ class _Use(torch.autograd.Function):
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        (weights,) = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
+        (gradient,), (weights,) = gradients, ctx.saved_tensors
         use = (gradient * weights).detach().abs()
         return gradient, torch.where(use.isfinite(), use, 0).sum(0)
 
@@ -85,9 +85,9 @@ class _Use(torch.autograd.Function):
 def metered(weights: Tensor, meter: Tensor) -> Tensor:
     """A map [N, n] as it is. When the backward pass has been through, ``meter.grad`` [n] is larger by Σ_tokens |∂L/∂m · m|.
 
-    For H_post that is the gradient at a stream times what was written to it, for H_pre the gradient of the sub-layer's input times
-    what was read: the first-order change of the loss without that path (Molchanov et al., arXiv 1906.10771). A token whose number
-    is not finite counts as zero.
+    For H_post that is the gradient at a stream times what was written to it, for H_pre the gradient of the sub-layer's input
+    times what was read: the first-order change of the loss without that path (Molchanov et al., arXiv 1906.10771). A token whose
+    number is not finite counts as zero.
     """
     return _Use.apply(weights, meter)
 

@@ -1,4 +1,4 @@
-"""``SiteScheduler``: priorities of the streams at one site, as a control of its maps. ``ConnectionScheduler`` sets its statistics.
+"""``SiteScheduler``: priorities of the streams at one site, a control of its maps. ``ConnectionScheduler`` sets its statistics.
 
 For a token with streams x_i, at a site with queries q (one for H_pre, one for H_post):
 

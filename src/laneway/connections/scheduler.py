@@ -3,10 +3,10 @@
     scheduler = ConnectionScheduler(model)       # before the optimizer is made, or after ``add_scheduler(model)``
     train(config, out=…, extensions=[scheduler])
 
-Every ``every`` steps each site notes a sample of its streams' tokens, its mean priorities, and Σ |gradient × map| over all tokens.
-Ranks add these sums in the collective that the loop runs anyway, and when the next step begins all set the same demand, similarity
-and damping, which stay until the next measurement. Averages begin at zero, so that decisions grow into a run and none is made
-on one batch. On CUDA the host waits once a measurement, for the principal directions.
+Every ``every`` steps each site notes a sample of its streams' tokens, its mean priorities, and Σ |gradient × map| over all
+tokens. Ranks add these sums in the collective that the loop runs anyway, and when the next step begins all set the same demand,
+similarity and damping, which stay until the next measurement. Averages begin at zero, so that decisions grow into a run and none
+is made on one batch. On CUDA the host waits once a measurement, for the principal directions.
 """
 
 from __future__ import annotations

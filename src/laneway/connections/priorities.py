@@ -12,8 +12,6 @@ Equal scores give w = 1 exactly, whatever n. A map (H_pre or H_post) takes them 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -62,24 +60,28 @@ def keep_total(changed: Tensor, before: Tensor) -> Tensor:
     return changed * (before.abs().sum(-1, keepdim=True) / changed.abs().sum(-1, keepdim=True).clamp(min=tiny))
 
 
-class _Use(torch.autograd.Function):
-    """Identity on a map whose backward gives ``meter`` the sum over tokens of |gradient × map| as its gradient."""
+@torch.library.custom_op("laneway::metered_use", mutates_args=())
+def metered_use(weights: Tensor, meter: Tensor) -> Tensor:
+    """A map […, N, n] whose backward gives ``meter`` […, n] the sum over tokens of |gradient × map| as its gradient."""
+    return weights.clone()
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    def forward(weights: Tensor, meter: Tensor) -> Tensor:
-        return weights.clone()
+@metered_use.register_fake
+def _(weights, meter):
+    return torch.empty_like(weights)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
-        (gradient,), (weights,) = gradients, ctx.saved_tensors
-        use = (gradient * weights).detach().abs()
-        return gradient, torch.where(use.isfinite(), use, 0).sum(0)
+def _use_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _use_vjp(ctx, gradient):
+    (weights,) = ctx.saved_tensors
+    use = (gradient * weights).detach().abs()
+    return gradient, torch.where(use.isfinite(), use, 0).sum(-2)
+
+
+metered_use.register_autograd(_use_vjp, setup_context=_use_setup)
 
 
 def metered(weights: Tensor, meter: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def metered(weights: Tensor, meter: Tensor) -> Tensor:
     times what was read: the first-order change of the loss without that path (Molchanov et al., arXiv 1906.10771). A token whose
     number is not finite counts as zero.
     """
-    return _Use.apply(weights, meter)
+    return metered_use(weights, meter)
 
 
 def log_shares(use: Tensor, widest: float = 16.0) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from laneway.connections.controls import build
 from laneway.connections.guard import PathNormGuard
 from laneway.core import Extension
 from laneway.models.gpt import GPT
@@ -35,10 +36,17 @@ def _guarded(model: GPT) -> list[Extension]:
     return [PathNormGuard(model)]
 
 
+def _controlled(name: str, **options: Any) -> Callable[[GPT], list[Extension]]:
+    return lambda model: [build(name, model, **options)]
+
+
 VARIANTS: dict[str, Variant] = {
     "residual": Variant({"residual": "residual"}),
     "hc": Variant({"residual": "hc"}),
     "mhc": Variant(),
     "mhc-lite": Variant({"residual": "mhc-lite"}),
+    "mhc-priorities": Variant(prepare=_controlled("priorities")),
+    "mhc-scheduler": Variant(prepare=_controlled("scheduler"), against="mhc-priorities"),
+    "mhc-scheduler-logits": Variant(prepare=_controlled("scheduler-logits"), against="mhc-priorities"),
     "mhc-guard": Variant(prepare=_guarded),
 }

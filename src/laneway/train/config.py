@@ -150,6 +150,8 @@ class TrainConfig:
         """Everything that is wrong with the configuration, one error a field, for a run on ``world_size`` ranks."""
         found = [*self.model.problems("model"), *self.optimizer.problems("optimizer"), *self.memory.problems("memory")]
         found += [*self.control.problems("control"), *self.reduction.problems("reduction")]
+        if not found:
+            found += collect([lambda: self.control.check_model(self.model)])
         counts = {"steps": 0, "batch_size": 1, "log_every": 1, "keep_checkpoints": 1, "max_nonfinite": 1}
         counts |= dict.fromkeys(("seed", "probe_every", "validate_every", "checkpoint_every", "sample_tokens"), 0)
         counts |= {"validation_batches": 1, "max_failed_checkpoints": 0}

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from laneway.connections.purify import SCREENS
+from laneway.connections.schedule import Schedule
 from laneway.core import InputError, choice, collect, positive_int
+from laneway.models.gpt import GPTConfig
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,22 @@ class ControlConfig:
     """Gradient values of each parameter that a check looks at."""
     norm_guard: float = 0.0
     """Scale a path whose gradient norm is more than so many times its own moving average down to it, every step; 0: off."""
+    scheduler: bool = False
+    """Priorities of the streams at every site, token by token, from their contents and their recent use (schedule.py)."""
+    scheduler_temperature: float = 1.0
+    """> 0: the lower, the more one stream is preferred."""
+    scheduler_floor: float = 0.05
+    """Smallest share of each stream in the priorities, > 0 and < 1 / streams."""
+    scheduler_form: str = "scale"
+    """scale | logits: how priorities change a map."""
+    scheduler_demand: float = 0.5
+    """How far shares of recent use (gradient × activation) set the priorities, from 0 to below 1."""
+    scheduler_damping: float = 0.5
+    """How far writes to streams that are too alike are held back, ≥ 0; 0: not at all."""
+    scheduler_keep_total: bool = True
+    """Whether a token's writes add up to what they would without the scheduler."""
+    scheduler_every: int = 8
+    """Steps between two measurements of use and likeness."""
     verify_ranks: bool = False
     """Compare a hash of each decision over the ranks; the run stops where two differ."""
 
@@ -33,7 +51,29 @@ class ControlConfig:
             lambda: positive_int(f"{prefix}.purify_sample", self.purify_sample, 64),
             lambda: self._check_guard(f"{prefix}.norm_guard"),
         ]
-        return collect(checks)
+        return [*collect(checks), *self.schedule.problems((), (), f"{prefix}.scheduler_")]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The scheduler's fields."""
+        return Schedule(
+            temperature=self.scheduler_temperature,
+            floor=self.scheduler_floor,
+            form=self.scheduler_form,
+            demand=self.scheduler_demand,
+            damping=self.scheduler_damping,
+            keep_total=self.scheduler_keep_total,
+            every=self.scheduler_every,
+        )
+
+    def check_model(self, model: GPTConfig, prefix: str = "control") -> None:
+        """Raise InputError where the scheduler can't work on this model."""
+        if not self.scheduler:
+            return
+        if model.residual == "residual" or model.streams == 1:
+            raise InputError(f"{prefix}.scheduler", True, "false for one stream: model.residual with maps and model.streams ≥ 2")
+        for problem in self.schedule.problems((model.streams,), (model.dim,), f"{prefix}.scheduler_"):
+            raise problem
 
     def _check_guard(self, name: str) -> None:
         if not (self.norm_guard == 0 or 1 < self.norm_guard < math.inf):

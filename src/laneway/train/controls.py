@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from laneway.connections.guard import PathNormGuard, Tell
 from laneway.connections.purify import GradientPurifier
+from laneway.connections.schedule import add_scheduler
+from laneway.connections.scheduler import ConnectionScheduler
 from laneway.core import Extension
+from laneway.models.gpt import GPT
 from laneway.train.control_config import ControlConfig
 from laneway.train.parallel import Parallel
+
+
+def with_control(model: GPT, config: ControlConfig) -> GPT:
+    """The model with the parts of its controls that are its own: they have parameters, so they come before all that wraps it."""
+    if config.scheduler:
+        add_scheduler(model, config.schedule)
+    return model
 
 
 def build_controls(config: ControlConfig, parallel: Parallel, tell: Tell) -> list[Extension]:
@@ -14,13 +24,15 @@ def build_controls(config: ControlConfig, parallel: Parallel, tell: Tell) -> lis
 
     Args:
         config: the run's ``control`` section, checked.
-        parallel: the model, wrapped as it is trained.
+        parallel: the model, made by ``with_control`` and wrapped as it is trained.
         tell: writes an event of the run: ``tell(kind, **fields)``.
 
     Raises:
         InputError: the model has nothing that a control could act on.
     """
     found: list[Extension] = []
+    if config.scheduler:
+        found.append(ConnectionScheduler(parallel.model))
     if config.norm_guard:
         found.append(PathNormGuard(parallel.model, config.norm_guard, tell=tell, verify=config.verify_ranks))
     if config.purify_every:

@@ -301,6 +301,8 @@ class _Training:
         self._sample(self.config.sample_tokens)
         vocabulary = self.config.data.tokenizer
         described = {"architecture": "laneway GPT", "model": dataclasses.asdict(self.config.model)}
+        if self.config.control.scheduler:  # its parameters are the model's
+            described["control"] = dataclasses.asdict(self.config.control)
         export(self.bench.parallel.model, described, self.folder.path / EXPORT, None if vocabulary == "byte" else vocabulary)
         bits = self._bits(val_loss, "validation")
         self._event("finish", val_loss=plain(val_loss), val_bits_per_byte=plain(bits), seconds=self._seconds())

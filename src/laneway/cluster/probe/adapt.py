@@ -40,8 +40,8 @@ class NetworkAdapter:
 
     Args:
         reducer: with the scheme of good times.
-        probe: measures links; without it only collectives say how fast they are, and where a flat or dropping scheme hides
-            that, a level stays slow for good.
+        probe: measures links. Without it only collectives say how fast they are: nothing is dropped then, and a flat scheme
+            stays, as neither would show when the link is well again.
         rules: when a level counts as slow.
         measured: predicts what a change brings; without it bytes count.
         nbytes: of a usual vector, for the prediction.
@@ -164,9 +164,10 @@ class NetworkAdapter:
         paths = {} if round is None else self._ratios(round)
         probing = self.probe is not None and min(row[-1] for row in rows) >= 0
         observed = self._observed(ratios, paths, probing)
-        changes = {
-            level: change for level, ratio in observed.items() if (change := self.health[level].observe(ratio)) is not None
-        }
+        changes = {}
+        for level, (ratio, sure) in observed.items():
+            if (change := self.health[level].observe(ratio, sure=sure)) is not None:
+                changes[level] = change
         self._learn(rows, ratios, round, paths)
         located = self._locate(ratios, paths, changes)
         self._switch(changes, located)
@@ -194,8 +195,10 @@ class NetworkAdapter:
                 found[path.ranks] = max(both)
         return found
 
-    def _observed(self, ratios: Sequence[Mapping[Ranks, float]], paths: Mapping[Ranks, float], probing: bool) -> dict[int, float]:
-        """By level, what counts: collectives in the scheme of good times, otherwise the probe, where there is one."""
+    def _observed(
+        self, ratios: Sequence[Mapping[Ranks, float]], paths: Mapping[Ranks, float], probing: bool
+    ) -> dict[int, tuple[float, bool]]:
+        """By level, what counts, and whether it is sure: collectives in good times, otherwise the probe, where there is one."""
         by_level: dict[int, list[float]] = {level: [] for level in range(self.levels + 1)}
         for pair, ratio in paths.items():
             by_level[self.tree.level(pair)].append(ratio)
@@ -206,10 +209,8 @@ class NetworkAdapter:
             probed = max(by_level[level], default=math.nan)
             if level == self.levels and health.state == UP:
                 probed = math.nan  # a slow path is its own level's matter
-            if health.state == UP and not self.adapted:
-                found[level] = probed if math.isnan(passive) else passive
-            else:
-                found[level] = probed if probing else passive
+            collectives = not math.isnan(passive) if health.state == UP and not self.adapted else not probing
+            found[level] = (passive, True) if collectives else (probed, False)
         return found
 
     def _learn(
@@ -259,9 +260,9 @@ class NetworkAdapter:
 
     def _wanted(self) -> Scheme:
         slow = {min(level, self.levels - 1): ratio for level, ratio in sorted(self.slow().items(), reverse=True)}
-        if not slow:
+        if not slow or (self.probe is None and Step(self.base).main.flat):
             return self.base
-        drop = self.reducer.dropper is not None and self.levels - 1 in slow
+        drop = None not in (self.reducer.dropper, self.probe) and self.levels - 1 in slow
         steps = ladder(self.base, min(slow), self.levels, algorithms=self.measured is not None, drop=drop)
         return choose_step(steps, slow, self.sizes, measured=self.measured, nbytes=self.nbytes).scheme
 

@@ -1,8 +1,8 @@
 """States of a level of the network: up, degraded, down, and when one follows another. No torch here.
 
-What is observed is a ratio: seconds over those of the same transfer in good times. Two thresholds lie apart, and each change needs
-several observations in a row. A level that relapses soon after it recovered has to be well for twice as long the next time, so
-that whatever the noise, n observations bring O(log n) changes.
+What is observed is a ratio: seconds over those of the same transfer in good times. Two thresholds lie apart, and each change
+needs several observations in a row. A level that relapses soon after it recovered has to be well for twice as long the next time,
+so that whatever the noise, n observations bring O(log n) changes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from laneway.core import InputError, choice, positive_int
@@ -30,7 +31,7 @@ class Rules:
     Attributes:
         degraded, restored: ratios from which on a level counts as slow, and up to which as well again.
         down: ratio from which on nothing is expected of it any more.
-        severe: ratio that one observation is enough for.
+        severe: ratio of which one observation is enough.
         confirm: observations in a row before it is degraded or down.
         recover: observations in a row before it is up again; doubled with each relapse.
         worse: factor by which a degraded level's ratio must move before that is a change of its own.
@@ -51,7 +52,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         bounds = (1.0, self.restored, self.degraded, self.severe, self.down)
-        if not all(math.isfinite(bound) for bound in bounds) or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if not all(math.isfinite(bound) for bound in bounds) or any(a >= b for a, b in pairwise(bounds)):
             raise InputError("rules", bounds[1:], "restored < degraded < severe < down, all above 1")
         if not 1 < self.worse < math.inf:
             raise InputError("rules.worse", self.worse, "a factor above 1")
@@ -83,8 +84,12 @@ class Health:
         self._good: list[float] = []
         self._relapses, self._since = 0, self.rules.forget
 
-    def observe(self, ratio: float) -> Change | None:
-        """Seconds over those of good times; infinite where a transfer failed. NaN says nothing.
+    def observe(self, ratio: float, *, sure: bool = True) -> Change | None:
+        """Seconds over those of good times. NaN says nothing.
+
+        Args:
+            ratio: what was seen.
+            sure: whether a severe ratio is enough by itself.
 
         Returns: the change that follows from it, if one does.
         """
@@ -94,17 +99,17 @@ class Health:
         worse = self.rules.degraded if self.state == UP else self.ratio * self.rules.worse
         better = self.rules.restored if self.state == DOWN else max(self.rules.restored, self.ratio / self.rules.worse)
         if ratio >= worse and self.state != DOWN:
-            return self._slower(ratio)
+            return self._slower(ratio, sure)
         self._bad.clear()
         if self.state != UP and ratio <= better:
             return self._faster(ratio)
         self._good.clear()
         return None
 
-    def _slower(self, ratio: float) -> Change | None:
+    def _slower(self, ratio: float, sure: bool) -> Change | None:
         self._good.clear()
         self._bad.append(ratio)
-        if len(self._bad) < self.rules.confirm and not (self.state == UP and ratio >= self.rules.severe):
+        if len(self._bad) < self.rules.confirm and not (sure and self.state == UP and ratio >= self.rules.severe):
             return None
         if self._since < self.rules.forget:
             self._relapses += 1

@@ -1,7 +1,7 @@
 """What a slow level is answered with: other algorithms, narrower wires, in the end dropping. No torch here.
 
-A ladder begins with the scheme of good times. Each further step puts fewer bytes on the slow level and on those outside of it, and
-costs more: processors' time, then rounding, then gradients that come late. The mildest step that makes up for the slow-down is taken.
+A ladder begins with the scheme of good times. Each further step puts fewer bytes on the slow level and on those outside of it,
+and costs more: processors' time, then rounding, then gradients that come late. The mildest step that makes up for it is taken.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Step:
 
     Attributes:
         scheme: to reduce by.
-        main: its part for large vectors.
     """
 
     scheme: Scheme
 
     @property
     def main(self) -> ReductionScheme:
+        """Its part for large vectors."""
         return self.scheme.rows[-1][1] if isinstance(self.scheme, SchemeTable) else self.scheme
 
 

@@ -1,7 +1,7 @@
 """Which link is slow, from which transfers were slow and which were not. No torch here.
 
-A transfer between two ranks passes links: a rank's own way, its host's, its rack's uplink, as far out as the two are apart. A link
-that a normal transfer passed is well. Of the others, as few as explain all slow transfers are named.
+A transfer between two ranks passes links: a rank's own way, its host's, its rack's uplink, as far out as the two are apart. A
+link that a normal transfer passed is well. Of the others, as few as explain all slow transfers are named.
 """
 
 from __future__ import annotations

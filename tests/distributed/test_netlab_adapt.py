@@ -1,0 +1,61 @@
+"""A link gets slow in the middle of a run on a network in a lab: who notices, what is done, and that it is taken back once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from netlab import Lab, assert_bytes
+
+from laneway.bench.adaptation_ranks import Course, rank_main, scheme_of
+from laneway.bench.netlab import Network
+from laneway.cluster.probe.ladder import link_load
+
+NETWORK = Network.grid(2, 2, 2)
+CALM = {"degraded": 2.2, "restored": 1.8, "severe": 4.5}
+"""On a machine that others use too, nothing but the link must look slow."""
+
+
+def _runs(rows) -> list[tuple[str, int]]:
+    """Schemes with the step from which on each was used."""
+    return [(rows[0]["scheme"], 1)] + [(b["scheme"], b["step"]) for a, b in pairwise(rows) if a["scheme"] != b["scheme"]]
+
+
+@pytest.mark.parametrize(("link", "mbit", "named"), [("rack1", 20.0, "rack of ranks 4-7"), ("r0h1", 60.0, "host of ranks 2-3")])
+def test_a_slow_link_is_answered_at_one_step_and_taken_back_once(lab: Lab, link, mbit, named):
+    course = Course(link=link, mbit=mbit, after=40, drop=link == "rack1")
+    found = lab.run(rank_main, NETWORK, {"course": vars(course), "rules": CALM}, timeout=80)
+    base = str(scheme_of(course, 3))
+    ways = [_runs(each["rows"]) for each in found]
+    assert all(way == ways[0] for way in ways)
+    assert [each["events"] for each in found] == [found[0]["events"]] * 8
+    events = found[0]["events"]
+    assert any(named in event["link"] for event in events), events
+    schemes = ways[0]
+    assert schemes[0] == (base, 1)
+    assert schemes[-1][0] == base, events
+    changed, back = schemes[1][1], schemes[-1][1]
+    assert course.before < changed <= course.before + 3
+    assert back > course.before + course.during
+    rows = found[0]["rows"]
+    noticed = [row["seconds"] for row in rows if course.before < row["step"] < changed]
+    assert len(noticed) <= 2
+    uplink = "rack0.up"
+    assert_bytes(rows[1]["nbytes"][uplink], course.nbytes)
+    slow = rows[changed]["nbytes"][uplink]
+    assert slow <= (0.2 if course.drop else 0.56) * course.nbytes
+    assert_bytes(rows[-1]["nbytes"][uplink], link_load(scheme_of(course, 3), NETWORK_SIZES, 2) * course.nbytes)
+
+
+NETWORK_SIZES = (2, 2, 2)
+
+
+def test_a_link_that_jitters_changes_nothing(lab: Lab):
+    course = Course(before=40, during=0, after=0, jitter=0.2)
+    found = lab.run(rank_main, NETWORK, {"course": vars(course), "rules": CALM}, timeout=60)
+    assert {each["switches"] for each in found} == {0}, found[0]["events"]
+    paths = found[0]["paths"]
+    assert all(each["paths"] == paths for each in found)
+    assert {path["level"] for path in paths} == {0, 1, 2}
+    outer = [rate for path in paths if path["level"] == 2 for rate in path["rates"]]
+    assert all(0 < rate < 2 * 150e6 / 8 + 64e3 / 0.004 for rate in outer)

@@ -40,14 +40,15 @@ def test_a_slow_link_is_answered_at_one_step_and_taken_back_once(lab: Lab, link,
     rows = found[0]["rows"]
     noticed = [row["seconds"] for row in rows if course.before < row["step"] < changed]
     assert len(noticed) <= 2
-    uplink = "rack0.up"
-    assert_bytes(rows[1]["nbytes"][uplink], course.nbytes)
-    slow = rows[changed]["nbytes"][uplink]
-    assert slow <= (0.2 if course.drop else 0.56) * course.nbytes
-    assert_bytes(rows[-1]["nbytes"][uplink], link_load(scheme_of(course, 3), NETWORK_SIZES, 2) * course.nbytes)
+    good = [_least(rows, base, "before"), _least(rows, base, "after")]
+    for counted in good:
+        assert_bytes(counted, link_load(scheme_of(course, 3), (2, 2, 2), 2) * course.nbytes)
+    assert _least(rows, schemes[1][0], "during") <= (0.2 if course.drop else 0.56) * course.nbytes
 
 
-NETWORK_SIZES = (2, 2, 2)
+def _least(rows, scheme: str, phase: str) -> int:
+    """Bytes of a step on the uplink; the probe's own are in some steps."""
+    return min(row["nbytes"]["rack0.up"] for row in rows if (row["scheme"], row["phase"]) == (scheme, phase))
 
 
 def test_a_link_that_jitters_changes_nothing(lab: Lab):

@@ -47,6 +47,9 @@ class Probe:
         self.rounds[self.completed] = self.cluster.round(self.completed)
         return self.completed
 
+    def busy_after(self, moment):
+        return False
+
     def result(self, number):
         return self.rounds[number]
 
@@ -115,10 +118,9 @@ class Cluster:
             self._share()
         return found
 
-    def seconds(self) -> float:
-        """Of a reduction now, on the slowest link, by its bytes."""
-        main = Step(self.scheme).main
-        return max(self.slow.values(), default=1.0) * link_load(main, self.places.sizes, 1)
+    def seconds(self, link) -> float:
+        """Of a reduction's bytes on a link."""
+        return self.slow[link] * link_load(Step(self.scheme).main, self.places.sizes, link.level)
 
     def _reduce(self) -> None:
         main = Step(self.scheme).main

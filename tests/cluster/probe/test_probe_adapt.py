@@ -19,6 +19,7 @@ from laneway.cluster.probe.locate import Link
 from laneway.cluster.reduce.scheme import FLAT, LevelScheme, ReductionScheme, SchemeTable
 from laneway.core import LanewayError
 
+FEW = [(rack, host) for rack in range(2) for host in range(2)]
 POSITIONS = [(rack, host) for rack in range(3) for host in range(2) for _ in range(2)]
 LEVELS = ReductionScheme((LevelScheme(),) * 3, 1 << 20)
 TABLE = SchemeTable(((0, FLAT), (1 << 17, LEVELS)))
@@ -33,13 +34,13 @@ def test_slow_then_well(link, base, probing):
     cluster = Cluster(POSITIONS, base, probing=probing)
     assert set(cluster.run(GOOD)) == {str(base)}
     cluster.slow[link] = 10.0
-    before = cluster.seconds()
+    before = cluster.seconds(link)
     schemes = cluster.run(8)
     assert schemes[0] == str(base)
     assert schemes[1] == schemes[-1] != str(base)  # seen in one step, answered in the next
-    assert cluster.seconds() < 0.7 * before
+    assert cluster.seconds(link) < 0.7 * before
     cluster.slow.clear()
-    schemes = cluster.run(40)
+    schemes = cluster.run(12)
     assert schemes[-1] == str(base)
     assert sum(a != b for a, b in pairwise(schemes)) == 1
     assert {adapter.switches for adapter in cluster.adapters} == {2}
@@ -55,7 +56,7 @@ def test_flat_goes_over_levels():
     cluster.slow[RACK] = 3.0
     assert "all_to_all" in cluster.run(8)[-1]
     cluster.slow.clear()
-    assert cluster.run(40)[-1] == "flat"
+    assert cluster.run(12)[-1] == "flat"
 
 
 def test_dropping_ends_with_a_release():
@@ -65,33 +66,33 @@ def test_dropping_ends_with_a_release():
     assert cluster.run(8)[-1].endswith("all_to_all:bf16-0.9 / 1048576")
     assert {reducer.dropper.released for reducer in cluster.reducers} == {0}
     cluster.slow.clear()
-    cluster.run(40)
+    cluster.run(12)
     assert cluster.scheme == LEVELS
     assert {reducer.dropper.released for reducer in cluster.reducers} == {1}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6))
 def test_a_noisy_network_changes_nothing(seed):
-    cluster, draw = Cluster(POSITIONS, LEVELS), random.Random(seed)
+    cluster, draw = Cluster(FEW, LEVELS), random.Random(seed)
     cluster.noise = lambda: 1 / draw.uniform(0.8, 1.2)
-    assert set(cluster.run(80)) == {str(LEVELS)}
+    assert set(cluster.run(60)) == {str(LEVELS)}
     assert cluster.events == []
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.5, 1.5))
 def test_whatever_the_noise_changes_are_few(seed, spread):
-    cluster, draw = Cluster(POSITIONS, LEVELS), random.Random(seed)
+    cluster, draw = Cluster(FEW, LEVELS), random.Random(seed)
     cluster.noise = lambda: draw.lognormvariate(0, spread)
     schemes = cluster.run(100)
     assert sum(a != b for a, b in pairwise(schemes)) <= 14
 
 
 def test_a_saved_state_decides_as_the_one_it_was_saved_from():
-    one, other = Cluster(POSITIONS, LEVELS), Cluster(POSITIONS, LEVELS)
+    one, other = Cluster(FEW, LEVELS), Cluster(FEW, LEVELS)
     one.run(GOOD)
-    one.slow[RACK] = other.slow[RACK] = 10.0
+    one.slow[Link(2, (2, 3))] = other.slow[Link(2, (2, 3))] = 10.0
     one.run(4)
     state = pickle.loads(pickle.dumps(one.adapters[0].state_dict()))
     for adapter in other.adapters:
@@ -106,7 +107,6 @@ def test_ranks_that_decide_differently_are_told():
     cluster = Cluster(POSITIONS, LEVELS)
     cluster.run(3)
     cluster.reducers[2].scheme = FLAT
-    cluster._reduce()
     for adapter in cluster.adapters:
         adapter.on_backward_end(cluster.step)
     cluster._share()

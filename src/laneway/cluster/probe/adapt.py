@@ -72,7 +72,11 @@ class NetworkAdapter:
         groups = reducer.groups
         self.levels, self.names, self.sizes = len(groups.names), (*groups.names, "flat"), groups.sizes
         self.health = [Health(self.rules) for _ in self.names]
-        self.rates, self.timer, self.tree = GroupRates(groups.places), PhaseTimer(self.levels), Tree(groups.places)
+        self.rates, self.timer, self.tree = (
+            GroupRates(groups.places),
+            PhaseTimer(self.levels, None if probe is None else probe.busy_after),
+            Tree(groups.places),
+        )
         self.paths: dict[tuple[Ranks, int], Baseline] = {}
         self.links: dict[int, list[Finding]] = {}
         self.switches = 0

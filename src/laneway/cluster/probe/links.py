@@ -103,7 +103,8 @@ class LinkProbe:
         self.error: Exception | None = None
         self._rounds: dict[int, Round] = {}
         self._asked = self._done = 0
-        self._began, self._ended, self._took = 0.0, 0.0, 0.0
+        self._began = self._ended = self._took = 0.0
+        self._busy = False
         self._wake, self._closing = threading.Condition(), False
         self._thread = threading.Thread(target=self._work, name="laneway probe", daemon=True)
         self._thread.start()
@@ -127,6 +128,10 @@ class LinkProbe:
     def completed(self) -> int:
         """Number of rounds that are done; −1 where the probe failed."""
         return -1 if self.error is not None else self._done
+
+    def busy_after(self, moment: float) -> bool:
+        """Whether this rank was in a round at some time after ``moment`` (of `time.perf_counter`)."""
+        return self._busy or self._ended > moment
 
     def start(self) -> int:
         """Begin a round, in the background. All ranks do it at the same point, once they have completed the one before.
@@ -171,6 +176,7 @@ class LinkProbe:
                 self._wake.wait_for(lambda: self._closing or self._asked > self._done)
                 if self._asked == self._done:
                     return
+            self._busy = True
             try:
                 found = self._round(self._done + 1)
             except Exception as error:  # noqa: BLE001 - it must not end the run; `completed` tells
@@ -178,6 +184,8 @@ class LinkProbe:
                     self.error = error
                     self._wake.notify_all()
                 return
+            finally:
+                self._ended, self._busy = time.perf_counter(), False
             with self._wake:
                 self._rounds = {number: each for number, each in self._rounds.items() if number >= found.number - 1}
                 self._rounds[found.number] = found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from laneway.cluster.probe.health import Baseline
@@ -26,10 +26,11 @@ class PhaseTimer:
 
     Args:
         levels: of the groups; collectives over all ranks at once count as one more.
+        disturbed: whether something else was on the links after a time of `time.perf_counter`; such phases are left out.
     """
 
-    def __init__(self, levels: int) -> None:
-        self.levels = levels
+    def __init__(self, levels: int, disturbed: Callable[[float], bool] | None = None) -> None:
+        self.levels, self.disturbed = levels, disturbed
         self._seen: list[list[tuple[int, float]]] = [[] for _ in range(levels + 1)]
         self._lock = threading.Lock()
 
@@ -40,7 +41,7 @@ class PhaseTimer:
 
     def __call__(self, timing: Any) -> None:
         """A `Timing`; from any thread."""
-        if timing.nbytes > 0:
+        if timing.nbytes > 0 and not (self.disturbed is not None and self.disturbed(timing.started)):
             with self._lock:
                 self._seen[timing.level].append((timing.nbytes, timing.seconds))  # level −1 is the last
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from laneway.cli._bench_job import Job, job_of
+from laneway.cli._bench_job import Job, job_of, names_of
 
 Flag = tyro.conf.FlagCreatePairsOff
 
@@ -35,7 +35,7 @@ def quality_job(
     """
     from laneway.bench import quality
 
-    options = quality.QualityOptions(variants=_names(variants), seeds=seeds, steps=steps, lr=lr, threads=threads)
+    options = quality.QualityOptions(variants=names_of(variants), seeds=seeds, steps=steps, lr=lr, threads=threads)
     return job_of(quality, options, quick, json, save)
 
 
@@ -64,7 +64,3 @@ def stability_job(
     options = stability.StabilityOptions(seeds=seeds, runs=runs)
     options = stability.chosen(options, variants, conditions)
     return job_of(stability, options, quick, json, save)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))

@@ -36,6 +36,7 @@ CADENCE = frozenset(
         "data.cache",
         "data.verify",
         "data.rebuild",
+        "control.verify_ranks",
         # Where bytes are: the numbers stay, bit for bit.
         *(f"memory.{field.name}" for field in fields(MemoryConfig) if field.name not in LOSSY),
     }

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from laneway.cluster.drop.dropper import GradientDropper
+from laneway.cluster.drop import GradientDropper
 from laneway.cluster.hooks import attach_ddp, attach_fsdp
 from laneway.cluster.hooks.fsdp import host_mesh
 from laneway.cluster.identity import gather_identities

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from laneway.cluster.drop.dropper import GradientDropper
+from laneway.cluster.drop import GradientDropper
 from laneway.cluster.hooks import attach_ddp, attach_fsdp
 from laneway.cluster.hooks.fsdp import host_mesh
 from laneway.cluster.reduce.groups import LevelGroups

@@ -68,7 +68,8 @@ class DDPReduction:
         buffer = bucket.buffer()
         found: list[Piece] = []
         at = 0
-        places = [(gradient.storage_offset() - buffer.storage_offset(), gradient.numel()) for gradient in bucket.gradients()]
+        begin = int(buffer.storage_offset())
+        places = [(int(gradient.storage_offset()) - begin, gradient.numel()) for gradient in bucket.gradients()]
         for (start, numel), parameter in sorted(zip(places, bucket.parameters(), strict=True), key=lambda pair: pair[0]):
             if start > at:
                 found.append(Piece(PADDING, 0, start - at, start - at))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ def host_mesh(groups: LevelGroups, device_type: str = "cpu") -> DeviceMesh:
     made, key = _made.setdefault(world, {}), (hosts, device_type)
     if key not in made:
         agree_on_groups(hosts, torch.device(device_type), "the ranks ask for meshes of different hosts")
-        every = [dist.new_group(list(ranks), timeout=groups.timeout, sort_ranks=False) for ranks in hosts]
+        every: list[Any] = [dist.new_group(list(ranks), timeout=groups.timeout, sort_ranks=False) for ranks in hosts]
         own = every[hosts.index(groups.ranks[0])]
         made[key] = DeviceMesh.from_group(own, device_type, mesh_dim_names=("host",))
     return made[key]
@@ -77,7 +77,7 @@ def attach_fsdp(model: nn.Module, reducer: HierarchicalReducer) -> list[FSDPModu
     Raises:
         InputError: nothing is sharded; a two-dimensional mesh; a mesh that is neither all ranks nor those of a host.
     """
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise InputError("model", type(model).__name__, "a model that fully_shard was called on")
     for module in modules:
@@ -88,11 +88,11 @@ def attach_fsdp(model: nn.Module, reducer: HierarchicalReducer) -> list[FSDPModu
         module.set_gradient_divide_factor(1.0)
         for group in _param_groups(module):
             if group._reduce_scatter_process_group.size() == reducer.groups.world:
-                module.set_custom_reduce_scatter(_Everywhere(reducer))
-                module.set_custom_all_gather(_Gather(reducer))
+                module.set_custom_reduce_scatter(cast("Any", _Everywhere(reducer)))
+                module.set_custom_all_gather(cast("Any", _Gather(reducer)))
             else:
                 outer = _Outer(reducer, group)
-                module.set_custom_reduce_scatter(_Inside(reducer, outer))
+                module.set_custom_reduce_scatter(cast("Any", _Inside(reducer, outer)))
                 module.set_all_reduce_hook(outer)
     return modules
 

@@ -20,7 +20,7 @@ from laneway.cluster.reduce.pieces import Dropper, Gathered, Piece, Reduced, Sca
 from laneway.cluster.reduce.pipeline import Pipeline
 from laneway.cluster.reduce.places import split
 from laneway.cluster.reduce.plan import Links, Plan, Way
-from laneway.cluster.reduce.scheme import FLAT, LevelScheme, ReductionScheme, SchemeTable
+from laneway.cluster.reduce.scheme import FLAT, LevelScheme, ReductionScheme, SchemeTable, schemes_of
 from laneway.cluster.reduce.work import Observer, ReductionError, Timing, Work
 from laneway.core import InputError, LanewayError, choice
 
@@ -213,7 +213,8 @@ class HierarchicalReducer:
             leg = Leg(link, level, members)
             piece = Piece(Plan(ReductionScheme((level,)), (leg,), (leg,), 0, (), ()), given, self._pool, 1)
             bounds = split(given.numel(), members)
-            self._step(0, "up", lambda: piece.finish(piece.scatter(leg, given, bounds), out))
+            self._sent += 1
+            self._step(self._sent, 0, "up", lambda: piece.finish(piece.scatter(leg, given, bounds), out))
             piece.release()
         return output
 
@@ -261,13 +262,13 @@ class HierarchicalReducer:
         self._pipeline.close(wait=wait)
 
     def _check(self, scheme: ReductionScheme | SchemeTable) -> None:
-        for each in _schemes(scheme):
+        for each in schemes_of(scheme):
             check_scheme(each, self.groups)
 
     def _use(self, scheme: ReductionScheme | SchemeTable) -> None:
         self._check(scheme)
         self._scheme = scheme
-        self._ways = {each: Way.make(each, self.groups.places, self._links) for each in _schemes(scheme)}
+        self._ways = {each: Way.make(each, self.groups.places, self._links) for each in schemes_of(scheme)}
 
     def _way(self, nbytes: int) -> Way:
         """How a vector of that size goes."""
@@ -354,10 +355,6 @@ class HierarchicalReducer:
         if self._failed is None or piece < self._failed_piece:
             self._failed_piece, self._failed = piece, told
         return told
-
-
-def _schemes(scheme: ReductionScheme | SchemeTable) -> list[ReductionScheme]:
-    return [each for _, each in scheme.rows] if isinstance(scheme, SchemeTable) else [scheme]
 
 
 def _stages(groups: LevelGroups) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from laneway.core import InputError, choice, positive_int
 
-__all__ = ["ALGORITHMS", "FLAT", "WIRES", "LevelScheme", "ReductionScheme", "SchemeTable"]
+__all__ = ["ALGORITHMS", "FLAT", "WIRES", "LevelScheme", "ReductionScheme", "SchemeTable", "schemes_of"]
 
 ALGORITHMS = ("native", "ring", "tree", "all_to_all", "torus")
 """Within one level: the backend's own collective, a ring, a tree, an exchange with every member and a local sum, or rings along
@@ -157,6 +157,11 @@ class SchemeTable:
         if not isinstance(rows, list | tuple) or any(not isinstance(row, list | tuple) or len(row) != 2 for row in rows):
             raise InputError("table.rows", rows, "a list of [bytes, scheme]")
         return cls(tuple((positive_int("table.rows", bound, 0), ReductionScheme.from_dict(scheme)) for bound, scheme in rows))
+
+
+def schemes_of(given: ReductionScheme | SchemeTable) -> tuple[ReductionScheme, ...]:
+    """The scheme, or those of a table."""
+    return tuple(scheme for _, scheme in given.rows) if isinstance(given, SchemeTable) else (given,)
 
 
 def _known(where: str, given: Any, kind: type) -> dict[str, Any]:

@@ -20,6 +20,8 @@ __all__ = ["Chooser", "Decision", "Rules"]
 
 LOOKS = 4
 """Places that are tried where the load has changed: those that promise most."""
+NOISE = 1.0
+"""Times the noise of what runs now: a difference that says something."""
 LONGEST = 8
 """Times ``refresh``: the longest wait for another try."""
 
@@ -206,7 +208,7 @@ class Chooser:
         for number in ready:
             now = self.costs.seconds(number, self.picks[number])
             usual = self.usual.setdefault(number, now)
-            if abs(now - usual) > 2 * gain * usual:
+            if abs(now - usual) > max(2 * gain * usual, NOISE * self.costs.noise(number, self.picks[number])):
                 self.usual[number] = now
                 if now > usual and now <= (1 + gain) * self.costs.least(number):
                     continue
@@ -219,7 +221,9 @@ class Chooser:
 
     def _promises(self, number: int, index: int) -> bool:
         """Whether it did better once than what runs now does."""
-        return self.costs.best(number, index) <= (1 - self.rules.gain) * self.costs.seconds(number, self.picks[number])
+        now = self.picks[number]
+        doubt = NOISE * self.costs.noise(number, now)
+        return self.costs.best(number, index) <= (1 - self.rules.gain) * self.costs.seconds(number, now) - doubt
 
     def _no_worse(self, number: int, index: int) -> bool:
         return self.costs.seconds(number, index) <= (1 + self.rules.gain) * self.costs.seconds(number, self.picks[number])

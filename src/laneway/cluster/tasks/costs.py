@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from laneway.cluster.tasks.load import LoadRow
@@ -14,24 +15,35 @@ __all__ = ["Costs", "Seen"]
 
 SHARE = 0.5
 """Of a new measurement in a running mean."""
+CALM = 0.1
+"""Share of the mean by which a quiet measurement may become a noisy one at once."""
 
 
+@dataclass(frozen=True)
 class Seen:
     """What a task took in a place.
 
     Attributes:
         own: seconds beyond what was declared, a running mean.
-        took: seconds, as last measured.
-        best: the least so far.
+        took: seconds, a running mean.
+        noise: how far measurements lie from it, a running mean.
+        best: the least that ``took`` ever was.
         step: of the last measurement.
     """
 
-    def __init__(self, own: float, took: float, best: float, step: int) -> None:
-        self.own, self.took, self.best, self.step = own, took, best, step
+    own: float
+    took: float
+    noise: float
+    best: float
+    step: int
 
-    def as_list(self) -> list[float]:
-        """For a checkpoint."""
-        return [self.own, self.took, self.best, self.step]
+    def then(self, own: float, took: float, step: int, old: bool) -> Seen:
+        """With another measurement; ``old``: it replaces what was measured long ago."""
+        if old:
+            return Seen(own, took, self.noise, min(self.best, took), step)
+        far = min(abs(took - self.took), 2 * self.noise + CALM * self.took)  # a jump is no noise
+        mean, noise = _mean(self.took, took), _mean(self.noise, far)
+        return Seen(_mean(self.own, own), mean, noise, min(self.best, mean), step)
 
 
 class Costs:
@@ -91,7 +103,7 @@ class Costs:
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learned; the same on every rank."""
-        seen = [{str(index): seen.as_list() for index, seen in places.items()} for places in self.seen]
+        seen = [{str(index): list(astuple(seen)) for index, seen in places.items()} for places in self.seen]
         return {"busy": list(self.busy), "slow": list(self.slow), "wire": [list(row) for row in self.wire], "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -99,21 +111,25 @@ class Costs:
         self.busy, self.slow = list(state["busy"]), list(state["slow"])
         self.wire = [list(row) for row in state["wire"]]
         self.seen = [
-            {int(index): Seen(values[0], values[1], values[2], int(values[3])) for index, values in places.items()}
+            {int(index): Seen(values[0], values[1], values[2], values[3], int(values[4])) for index, values in places.items()}
             for places in state["seen"]
         ]
 
     def _note(self, number: int, index: int, place: Place, took: float, step: int) -> None:
         task, old = self.tasks[number], self.seen[number].get(index)
         own = took - self._wire(task, place) - task.seconds * self._slow(place)
-        if old is not None and step - old.step <= self.refresh:
-            own = _mean(old.own, own)
-        self.seen[number][index] = Seen(own, took, took if old is None else min(took, old.best), step)
+        new = Seen(own, took, 0.0, took, step) if old is None else old.then(own, took, step, step - old.step > self.refresh)
+        self.seen[number][index] = new
 
     def last(self, number: int, index: int) -> float:
         """The step in which a place was last measured; long ago where it never was."""
         seen = self.seen[number].get(index)
         return -math.inf if seen is None else seen.step
+
+    def noise(self, number: int, index: int) -> float:
+        """How far measurements of a place lie from their mean, in seconds."""
+        seen = self.seen[number].get(index)
+        return 0.0 if seen is None else seen.noise
 
     def least(self, number: int) -> float:
         """The least seconds that a task took anywhere."""

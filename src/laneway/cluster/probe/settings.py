@@ -58,10 +58,10 @@ class Setting:
     users: str | None = None
 
     def line(self) -> str:
-        """For a shell."""
+        """For a shell: what is set where it is read stays, too."""
         if self.users is not None:
             return f"# {self.name}: yours stays, {self.users!r}; from the topology: {self.value!r}, {self.why}"
-        return f"export {self.name}={shlex.quote(self.value)}  # {self.why}"
+        return f'[ -n "${{{self.name}+set}}" ] || export {self.name}={shlex.quote(self.value)}  # {self.why}'
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,13 @@ from laneway.bench.adaptation import VARIANTS, AdaptationOptions, quick, rows_of
 from laneway.core import InputError
 
 
+PHASES = {"b": "before", "d": "during", "a": "after"}
+
+
 def course(schemes: str, phases: str) -> dict:
     draw = random.Random()
     rows = [
-        {"step": step, "phase": {"b": "before", "d": "during", "a": "after"}[phase], "scheme": scheme, "seconds": draw.uniform(1, 2),
+        {"step": step, "phase": PHASES[phase], "scheme": scheme, "seconds": draw.uniform(1, 2),
          "nbytes": {"rack1.up": draw.randrange(100)}}
         for step, (scheme, phase) in enumerate(zip(schemes, phases, strict=True), 1)
     ]  # fmt: skip

@@ -31,7 +31,7 @@ class AdaptationOptions:
         links: links that get slow, one after the other, by their names in the lab ("rack1", "r0h1").
         slower: how many times.
         variants: some of `VARIANTS`.
-        steps: before, during and after.
+        steps: before, during, and after at most.
         size_kb: of the vector, kB of 1024 bytes.
         host_mbit, rack_mbit: rates in good times.
         jitter: also a course in which the link's rate is drawn anew in every step, from its rate ± this share; 0: none.
@@ -112,8 +112,8 @@ def _course(options: AdaptationOptions, **course: Any) -> dict[str, Any]:
 def rows_of(link: str, variant: str, found: dict[str, Any]) -> list[Row]:
     """A row for each phase of a course.
 
-    ``noticing`` is from the change until the scheme is another one, ``recovering`` from the end of it until it is the first again;
-    without adaptation they have no step.
+    ``noticing`` is from the change until the scheme is another one, ``recovering`` from the end of it until it is the first
+    again; without adaptation they have no step.
 
     Args:
         link: that got slow.

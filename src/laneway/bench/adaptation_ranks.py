@@ -23,6 +23,7 @@ from laneway.train.packed import SharedStatistics
 
 __all__ = ["Course", "rank_main", "scheme_of"]
 
+SETTLE = 6
 MIDST = 0.02
 """Seconds into a step at which the rate changes."""
 
@@ -34,7 +35,8 @@ class Course:
     Attributes:
         link: whose rate changes.
         mbit: its rate while it is slow.
-        before, during, after: steps before it gets slow, while it is, and after it was given its rate back.
+        before, during, after: steps before it gets slow, while it is, and after it was given its rate back: of these, as many as
+            it takes until the first scheme is back, and `SETTLE` more.
         nbytes: of the vector.
         chunk_bytes: of a piece of it.
         idle_s: between two reductions, as the forward pass leaves the links.
@@ -103,6 +105,11 @@ class Runner:
         row = {"step": step, "phase": course.phase(step), "scheme": str(self.reducer.scheme), "seconds": timed.seconds}
         return row | {"nbytes": timed.nbytes}
 
+    def settled(self, rows: list[dict[str, Any]]) -> bool:
+        """Whether all is as it was."""
+        base = str(self.adapter.base)
+        return len(rows) >= SETTLE and all((row["phase"], row["scheme"]) == ("after", base) for row in rows[-SETTLE:])
+
     def _reduce(self) -> None:
         self.vector.fill_(1.0)
         if self.dropper is not None:
@@ -130,7 +137,9 @@ def rank_main(context: Context, course: dict[str, Any], rules: dict[str, Any] | 
     context.start_gloo(60)
     runner = Runner(context, Course(**course), Rules(**(rules or {})))
     total = runner.course.before + runner.course.during + runner.course.after
-    rows = [runner.one(step) for step in range(1, total + 1)]
+    rows: list[dict[str, Any]] = []
+    while len(rows) < total and not runner.settled(rows):
+        rows.append(runner.one(len(rows) + 1))
     number = runner.probe.start() if runner.probe.completed == runner.adapter._asked else runner.adapter._asked
     last = runner.probe.result(number, timeout=30.0)
     runner.adapter.close()

@@ -24,7 +24,7 @@ def adaptation_job(
     rack_mbit: float = 150.0,
     jitter: float = 0.2,
 ) -> Job:
-    """A link gets slow in the middle of a run and well again, on a network of several hosts on this machine: what is done, how fast.
+    """A link gets slow in the middle of a run and well again, on a network of several hosts on this machine: what is done about it.
 
     Args:
         quick: at most 60 s on 2 cores: one link, few steps.
@@ -33,7 +33,7 @@ def adaptation_job(
         links: comma-separated: rack0, rack1, r0h0, r0h1, r1h0, r1h1.
         variants: comma-separated: fixed (nothing is done), adapt, adapt_drop (the outermost level may drop).
         slower: how many times slower the link gets.
-        steps: before, while it is slow, and after.
+        steps: before, while it is slow, and after at most.
         size_kb: of the vector, kB of 1024 bytes.
         host_mbit: rate of a host's link, each way.
         rack_mbit: rate of a rack's uplink, each way.

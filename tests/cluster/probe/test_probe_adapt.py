@@ -141,7 +141,7 @@ NETWORK = MeasuredNetwork(
 
 
 def test_the_mildest_step_that_makes_up_for_it():
-    steps = ladder(LEVELS, 2, 3, algorithms=True)
+    steps = ladder(LEVELS, {2}, 3, algorithms=True)
     chosen = [str(choose_step(steps, {2: ratio}, NETWORK.sizes, measured=NETWORK).scheme) for ratio in (1.0, 2.0, 8.0)]
     assert chosen[0] == str(LEVELS)
     assert chosen[1].endswith("bf16 / 1048576")
@@ -151,11 +151,12 @@ def test_the_mildest_step_that_makes_up_for_it():
 
 @given(st.integers(0, 2), st.booleans(), st.sampled_from([LEVELS, TABLE, FLAT]), st.booleans())
 def test_ladders_keep_small_vectors_and_inner_levels(level, algorithms, base, drop):
-    steps = ladder(base, level, 3, algorithms=algorithms, drop=drop)
+    steps = ladder(base, {level}, 3, algorithms=algorithms, drop=drop)
     assert steps[0].scheme == base
-    loads = [link_load(step.main, (2, 2, 2), 2) for step in steps if not algorithms]
+    loads = [link_load(step.main, (2, 2, 2), max(level, 1)) for step in steps if not algorithms]
     assert loads == sorted(loads, reverse=True)
     for step in steps:
         if isinstance(base, SchemeTable):
             assert step.scheme.at(100) == FLAT
         assert all(part == LevelScheme() for part in step.main.levels[:level])
+        assert level or step.main.levels[1:] in ((), LEVELS.levels[1:]) or step.main.levels[-1].drop

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ __all__ = ["NetworkAdapter"]
 
 ROWS, DIGEST = "network/rates", "network/decision"
 HALF = 1 << 24
+RECENT = 3
+"""Rounds of the probe of which the fastest transfer counts."""
 Tell = Callable[..., object]
 Ranks = tuple[int, ...]
 
@@ -78,6 +81,7 @@ class NetworkAdapter:
             Tree(groups.places),
         )
         self.paths: dict[tuple[Ranks, int], Baseline] = {}
+        self._recent: dict[tuple[Ranks, int], deque[float]] = {}
         self.links: dict[int, list[Finding]] = {}
         self.switches = 0
         self._asked = self._used = 0
@@ -141,6 +145,7 @@ class NetworkAdapter:
             "health": [each.to_dict() for each in self.health],
             "rates": self.rates.to_list(),
             "paths": [[list(pair), way, each.values()] for (pair, way), each in self.paths.items()],
+            "recent": [[list(pair), way, list(each)] for (pair, way), each in self._recent.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,6 +157,7 @@ class NetworkAdapter:
         self.rates.load(state["rates"])
         for pair, way, values in state["paths"]:
             self._path((tuple(pair), way)).load(values)
+        self._recent = {(tuple(pair), way): deque(values, RECENT) for pair, way, values in state["recent"]}
         kind = SchemeTable if "rows" in state["scheme"] else ReductionScheme
         self.reducer.set_scheme(kind.from_dict(state["scheme"]))
 
@@ -174,6 +180,8 @@ class NetworkAdapter:
                 changes[level] = change
         self._learn(rows, ratios, round, paths)
         located = self._locate(ratios, paths, changes)
+        if changes:
+            self._recent.clear()
         self._switch(changes, located)
         if probing and self._used == self._asked and any(row[-2] == 1.0 for row in rows):
             assert self.probe is not None
@@ -191,10 +199,17 @@ class NetworkAdapter:
         return self.probe.result(self._asked)
 
     def _ratios(self, round: Round) -> dict[Ranks, float]:
-        """Ratio of each pair to its good times, in its slower direction; nothing of those whose good times aren't known."""
+        """Ratio of each pair to its good times, in its slower direction; nothing of those whose good times aren't known.
+
+        What delays a transfer and is no link comes and goes: the fastest of the last rounds counts.
+        """
         found = {}
         for path in round.paths:
-            both = [self._path((path.ranks, way)).ratio(path.alpha_s + path.seconds[way]) for way in (0, 1)]
+            both = []
+            for way in (0, 1):
+                recent = self._recent.setdefault((path.ranks, way), deque(maxlen=RECENT))
+                recent.append(path.alpha_s + path.seconds[way])
+                both.append(self._path((path.ranks, way)).ratio(min(recent)))
             if not any(math.isnan(ratio) for ratio in both):
                 found[path.ranks] = max(both)
         return found
@@ -267,7 +282,7 @@ class NetworkAdapter:
         if not slow or (self.probe is None and Step(self.base).main.flat):
             return self.base
         drop = None not in (self.reducer.dropper, self.probe) and self.levels - 1 in slow
-        steps = ladder(self.base, min(slow), self.levels, algorithms=self.measured is not None, drop=drop)
+        steps = ladder(self.base, slow, self.levels, algorithms=self.measured is not None, drop=drop)
         return choose_step(steps, slow, self.sizes, measured=self.measured, nbytes=self.nbytes).scheme
 
     def _use(self, scheme: Scheme) -> None:

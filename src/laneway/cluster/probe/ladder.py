@@ -7,7 +7,7 @@ and costs more: processors' time, then rounding, then gradients that come late. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from laneway.cluster.costs.curves import Curve
@@ -43,16 +43,18 @@ class Step:
         return self.scheme.rows[-1][1] if isinstance(self.scheme, SchemeTable) else self.scheme
 
 
-def ladder(base: Scheme, level: int, levels: int, *, algorithms: bool = False, drop: bool = False) -> list[Step]:
-    """Schemes for a slow level, the mildest first.
+def ladder(base: Scheme, slow: Iterable[int], levels: int, *, algorithms: bool = False, drop: bool = False) -> list[Step]:
+    """Schemes for slow levels, the mildest first.
 
     Args:
         base: of good times.
-        level: innermost slow level; it and those outside of it change.
+        slow: levels; what changes are they, and those outside of the innermost of them that leaves a host: its link carries them.
         levels: of the groups.
-        algorithms: also with another algorithm at that level.
+        algorithms: also with other algorithms at the slow levels.
         drop: whether the outermost level may drop.
     """
+    wide = set(slow)
+    wide |= set(range(min((level for level in wide if level), default=levels), levels))
     found = [base]
     exact = [base]
     if Step(base).main.flat:
@@ -60,12 +62,12 @@ def ladder(base: Scheme, level: int, levels: int, *, algorithms: bool = False, d
         found += exact
     if algorithms:
         found += [
-            _each(exact[-1], lambda scheme, name=name: _algorithm(scheme, level, name)) for name in ("all_to_all", "ring", "tree")
+            _each(exact[-1], lambda scheme, name=name: _algorithm(scheme, wide, name)) for name in ("all_to_all", "ring", "tree")
         ]
     for wire in WIRES[1:]:
-        found.append(_each(exact[-1], lambda scheme, wire=wire: _narrower(scheme, level, wire)))
+        found.append(_each(exact[-1], lambda scheme, wire=wire: _narrower(scheme, wide, wire)))
     if drop:
-        found.append(_each(exact[-1], lambda scheme: _dropping(_narrower(scheme, level, "bf16"))))
+        found.append(_each(exact[-1], lambda scheme: _dropping(_narrower(scheme, wide, "bf16"))))
     return [Step(scheme) for scheme in dict.fromkeys(found)]
 
 
@@ -153,19 +155,16 @@ def _each(scheme: Scheme, change: Callable[[ReductionScheme], ReductionScheme]) 
     return SchemeTable(tuple(rows))
 
 
-def _algorithm(scheme: ReductionScheme, level: int, name: str) -> ReductionScheme:
-    if scheme.flat:
-        return scheme
-    parts = list(scheme.levels)
-    parts[level] = replace(parts[level], algorithm=name, dims=())
-    return replace(scheme, levels=tuple(parts))
+def _algorithm(scheme: ReductionScheme, levels: Container[int], name: str) -> ReductionScheme:
+    return _changed(scheme, levels, lambda part: replace(part, algorithm=name, dims=()))
 
 
-def _narrower(scheme: ReductionScheme, level: int, wire: str) -> ReductionScheme:
-    parts = [
-        replace(part, wire=max(part.wire, wire, key=WIRES.index)) if index >= level else part
-        for index, part in enumerate(scheme.levels)
-    ]
+def _narrower(scheme: ReductionScheme, levels: Container[int], wire: str) -> ReductionScheme:
+    return _changed(scheme, levels, lambda part: replace(part, wire=max(part.wire, wire, key=WIRES.index)))
+
+
+def _changed(scheme: ReductionScheme, levels: Container[int], change: Callable[[LevelScheme], LevelScheme]) -> ReductionScheme:
+    parts = [change(part) if level in levels else part for level, part in enumerate(scheme.levels)]
     return replace(scheme, levels=tuple(parts))
 
 

@@ -9,7 +9,6 @@ import pytest
 from laneway.bench.adaptation import VARIANTS, AdaptationOptions, quick, rows_of
 from laneway.core import InputError
 
-
 PHASES = {"b": "before", "d": "during", "a": "after"}
 
 

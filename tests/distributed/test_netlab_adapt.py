@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from netlab import Lab, assert_bytes
+from netlab_adapts import trains
 
 from laneway.bench.adaptation_ranks import Course, rank_main, scheme_of
 from laneway.bench.netlab import Network
 from laneway.cluster.probe.ladder import link_load
+from laneway.rundir import RunDirectory
+from laneway.train.config import TrainConfig
+from laneway.train.reduction_config import ReductionConfig
+from laneway.train.settings import to_toml
 
 NETWORK = Network.grid(2, 2, 2)
 CALM = {"degraded": 2.2, "restored": 1.8, "severe": 4.5}
@@ -61,3 +68,22 @@ def test_a_link_that_jitters_changes_nothing(lab: Lab):
     assert {path["level"] for path in paths} == {0, 1, 2}
     outer = [rate for path in paths if path["level"] == 2 for rate in path["rates"]]
     assert all(0 < rate < 2 * 150e6 / 8 + 64e3 / 0.004 for rate in outer)
+
+
+def test_a_run_writes_down_what_was_slow_and_what_it_did(lab: Lab, small: TrainConfig, tmp_path: Path):
+    """A training run under DDP; on a loaded machine other levels may look slow, too."""
+    reduction = ReductionConfig(over="levels", topology="1xCPU_2nodes_2racks", chunk_bytes=1 << 16, adapt=True)
+    model = dataclasses.replace(small.model, dim=64)
+    config = dataclasses.replace(small, model=model, steps=40, parallel="ddp", reduction=reduction)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    network = Network.grid(2, 2, 1, rack_mbit=100.0)
+    given = {"folder": str(tmp_path), "steps": (16, 28), "mbit": 8.0}
+    lab.run(trains, network, given, timeout=100, preload=["torch._dynamo"])
+    run = RunDirectory(tmp_path / "run")
+    events = [event for event in run.read_events() if event["kind"] == "network"]
+    first = next(event for event in events if event["level"] == "L3")
+    assert (first["was"], first["state"]) == ("up", "degraded")
+    assert 16 <= first["step"] <= 20
+    assert "rack of" in first["link"]
+    assert first["from"] != first["to"]
+    assert any("network_slow" in row for row in run.read_metrics())

@@ -24,7 +24,7 @@ def adaptation_job(
     rack_mbit: float = 150.0,
     jitter: float = 0.2,
 ) -> Job:
-    """A link gets slow in the middle of a run and well again, on a network of several hosts on this machine: what is done about it.
+    """A link gets slow in the middle of a run, and well again, on a network of several hosts on this machine: what is done.
 
     Args:
         quick: at most 60 s on 2 cores: one link, few steps.

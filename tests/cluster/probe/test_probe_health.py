@@ -33,7 +33,7 @@ def test_a_rate_that_jitters_changes_nothing(rates, seed):
     assert health.state == UP
 
 
-@given(st.floats(1.8, 150.0), st.integers(5, 60), st.integers(3, 60))
+@given(st.floats(2.05, 150.0), st.integers(5, 60), st.integers(3, 60))
 def test_slow_then_well_again_is_two_changes(ratio, slow, well):
     health = Health()
     seen = [health.observe(each) for each in [1.0] * 9 + [ratio] * slow + [1.0] * well]
@@ -83,7 +83,7 @@ def test_good_times_are_learned_and_a_noisy_link_has_wider_ones():
     assert noisy.ratio(3.0) == pytest.approx(1.35)
 
 
-@pytest.mark.parametrize("bad", [{"restored": 2.0}, {"degraded": math.inf}, {"confirm": 0}, {"worse": 1.0}, {"severe": 1.5}])
+@pytest.mark.parametrize("bad", [{"restored": 2.5}, {"degraded": math.inf}, {"confirm": 0}, {"worse": 1.0}, {"severe": 1.9}])
 def test_bad_rules(bad):
     with pytest.raises(InputError, match="rules"):
         Rules(**bad)

@@ -173,12 +173,13 @@ class NetworkAdapter:
         round = self._round([row[-1] for row in rows])
         paths = {} if round is None else self._ratios(round)
         probing = self.probe is not None and min(row[-1] for row in rows) >= 0
-        observed = self._observed(ratios, paths, probing)
+        calm = not any(row[self.timer.size - 1] for row in rows)
+        observed = self._observed(ratios, paths, probing, calm)
         changes = {}
         for level, (ratio, sure) in observed.items():
             if (change := self.health[level].observe(ratio, sure=sure)) is not None:
                 changes[level] = change
-        self._learn(rows, ratios, round, paths)
+        self._learn(rows if calm else (), ratios, round, paths)
         located = self._locate(ratios, paths, changes)
         if changes:
             self._recent.clear()
@@ -203,7 +204,7 @@ class NetworkAdapter:
 
         What delays a transfer and is no link comes and goes: the fastest of the last rounds counts.
         """
-        found = {}
+        found: dict[Ranks, float] = {}
         for path in round.paths:
             both = []
             for way in (0, 1):
@@ -215,7 +216,7 @@ class NetworkAdapter:
         return found
 
     def _observed(
-        self, ratios: Sequence[Mapping[Ranks, float]], paths: Mapping[Ranks, float], probing: bool
+        self, ratios: Sequence[Mapping[Ranks, float]], paths: Mapping[Ranks, float], probing: bool, calm: bool
     ) -> dict[int, tuple[float, bool]]:
         """By level, what counts, and whether it is sure: collectives in good times, otherwise the probe, where there is one."""
         by_level: dict[int, list[float]] = {level: [] for level in range(self.levels + 1)}
@@ -229,7 +230,7 @@ class NetworkAdapter:
             if level == self.levels and health.state == UP:
                 probed = math.nan  # a slow path is its own level's matter
             collectives = not math.isnan(passive) if health.state == UP and not self.adapted else not probing
-            found[level] = (passive, True) if collectives else (probed, False)
+            found[level] = (passive, calm) if collectives else (probed, False)
         return found
 
     def _learn(
@@ -241,7 +242,7 @@ class NetworkAdapter:
     ) -> None:
         """Good times are those in which nothing is suspicious."""
         up = [each.state == UP for each in self.health]
-        if not self.adapted:
+        if rows and not self.adapted:
             usual = [at and max(ratio.values(), default=0.0) < self.rules.severe for at, ratio in zip(up, ratios, strict=True)]
             self.rates.learn(rows, [level for level, good in enumerate(usual) if good])
         for path in () if round is None else round.paths:

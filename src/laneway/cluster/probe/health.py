@@ -41,10 +41,10 @@ class Rules:
         InputError: a number out of range, or thresholds that don't ascend.
     """
 
-    degraded: float = 1.7
-    restored: float = 1.35
+    degraded: float = 2.0
+    restored: float = 1.5
     down: float = 200.0
-    severe: float = 4.0
+    severe: float = 5.0
     confirm: int = 2
     recover: int = 3
     worse: float = 2.0

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,7 @@ class LinkProbe:
         self._slots = slots(self.tree, self.pairs)
         self._small, self._large = torch.zeros(1), torch.zeros(self.nbytes, dtype=torch.uint8)
         agree_on_groups(("probe", self.pairs), torch.device("cpu"), "the ranks want to probe different links")
-        self._group = dist.new_group(timeout=timeout, backend="gloo", group_desc="laneway_probe")
+        self._group: Any = dist.new_group(timeout=timeout, backend="gloo", group_desc="laneway_probe")
         self.error: Exception | None = None
         self._rounds: dict[int, Round] = {}
         self._asked = self._done = 0

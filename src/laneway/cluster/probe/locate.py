@@ -74,7 +74,8 @@ class Tree:
     @cached_property
     def wholes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """By level: hosts, racks, …, each as its ranks, in topological order."""
-        found, at = [], {rank: (rank,) for rank in self.places.order}
+        found: list[tuple[tuple[int, ...], ...]] = []
+        at: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in self.places.order}
         seat = {rank: index for index, rank in enumerate(self.places.order)}
         for groups in self.places.groups:
             for group in groups:

@@ -26,30 +26,34 @@ class PhaseTimer:
 
     Args:
         levels: of the groups; collectives over all ranks at once count as one more.
-        disturbed: whether something else was on the links after a time of `time.perf_counter`; such phases are left out.
+        disturbed: whether something else was on the links after a time of `time.perf_counter`.
     """
 
     def __init__(self, levels: int, disturbed: Callable[[float], bool] | None = None) -> None:
         self.levels, self.disturbed = levels, disturbed
         self._seen: list[list[tuple[int, float]]] = [[] for _ in range(levels + 1)]
+        self._disturbed = False
         self._lock = threading.Lock()
 
     @property
     def size(self) -> int:
         """Numbers in a row."""
-        return self.levels + 1
+        return self.levels + 2
 
     def __call__(self, timing: Any) -> None:
         """A `Timing`; from any thread."""
-        if timing.nbytes > 0 and not (self.disturbed is not None and self.disturbed(timing.started)):
+        if timing.nbytes > 0:
+            disturbed = self.disturbed is not None and self.disturbed(timing.started)
             with self._lock:
+                self._disturbed |= disturbed
                 self._seen[timing.level].append((timing.nbytes, timing.seconds))  # level −1 is the last
 
     def take(self) -> list[float]:
-        """Seconds per byte at each level and of flat collectives since the last call; NaN where there were none."""
+        """Since the last call: seconds per byte at each level and of flat collectives (NaN: there were none); 1 if disturbed."""
         with self._lock:
-            seen, self._seen = self._seen, [[] for _ in range(self.size)]
-        return [_middle(phases) for phases in seen]
+            seen, self._seen = self._seen, [[] for _ in range(self.levels + 1)]
+            disturbed, self._disturbed = self._disturbed, False
+        return [*map(_middle, seen), float(disturbed)]
 
 
 class GroupRates:

@@ -72,7 +72,7 @@ def test_dropping_ends_with_a_release():
     assert {reducer.dropper.released for reducer in cluster.reducers} == {1}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10**6))
 def test_a_noisy_network_changes_nothing(seed):
     cluster, draw = Cluster(FEW, LEVELS), random.Random(seed)
@@ -81,13 +81,13 @@ def test_a_noisy_network_changes_nothing(seed):
     assert cluster.events == []
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.5, 1.5))
 def test_whatever_the_noise_changes_are_few(seed, spread):
     cluster, draw = Cluster(FEW, LEVELS), random.Random(seed)
     cluster.noise = lambda: draw.lognormvariate(0, spread)
-    schemes = cluster.run(100)
-    assert sum(a != b for a, b in pairwise(schemes)) <= 14
+    schemes = cluster.run(60)
+    assert sum(a != b for a, b in pairwise(schemes)) <= 12
 
 
 def test_a_saved_state_decides_as_the_one_it_was_saved_from():
@@ -152,7 +152,7 @@ def test_the_mildest_step_that_makes_up_for_it():
 
 @given(st.integers(0, 2), st.booleans(), st.sampled_from([LEVELS, TABLE, FLAT]), st.booleans())
 def test_ladders_keep_small_vectors_and_inner_levels(level, algorithms, base, drop):
-    steps = ladder(base, {level}, 3, algorithms=algorithms, drop=drop)
+    steps = ladder(base, {level}, 3, algorithms=algorithms, drop=drop and level == 2)
     assert steps[0].scheme == base
     loads = [link_load(step.main, (2, 2, 2), max(level, 1)) for step in steps if not algorithms]
     assert loads == sorted(loads, reverse=True)

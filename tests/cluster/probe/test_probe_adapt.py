@@ -51,6 +51,14 @@ def test_slow_then_well(link, base, probing):
     assert (down["from"], up["to"]) == (str(base), str(base))
 
 
+def test_a_level_inside_a_host_is_told_of_and_not_answered():
+    cluster = Cluster(POSITIONS, LEVELS)
+    cluster.run(GOOD)
+    cluster.slow[Link(0, (3,), True)] = 10.0
+    assert set(cluster.run(6)) == {str(LEVELS)}
+    assert "rank 2 inside its host or rank 3 inside its host" in [fields["link"] for _, _, fields in cluster.events]
+
+
 def test_flat_goes_over_levels():
     cluster = Cluster(POSITIONS, FLAT)
     cluster.run(GOOD)

@@ -31,6 +31,8 @@ ROWS, DIGEST = "network/rates", "network/decision"
 HALF = 1 << 24
 RECENT = 3
 """Rounds of the probe of which the fastest transfer counts."""
+MATTERS = 0.3
+"""A level is slow where it lengthens all of a reduction by this share."""
 Tell = Callable[..., object]
 Ranks = tuple[int, ...]
 
@@ -219,18 +221,21 @@ class NetworkAdapter:
         self, ratios: Sequence[Mapping[Ranks, float]], paths: Mapping[Ranks, float], probing: bool, calm: bool
     ) -> dict[int, tuple[float, bool]]:
         """By level, what counts, and whether it is sure: collectives in good times, otherwise the probe, where there is one."""
-        by_level: dict[int, list[float]] = {level: [] for level in range(self.levels + 1)}
+        pairs: list[dict[Ranks, float]] = [{} for _ in self.health]
         for pair, ratio in paths.items():
-            by_level[self.tree.level(pair)].append(ratio)
-            by_level[self.levels].append(ratio)
+            pairs[self.tree.level(pair)][pair] = ratio
+        usual = {pair: max(self._path((pair, way)).usual for way in (0, 1)) for pair in paths}
+        groups = {group: baseline.usual for (level, group), baseline in self.rates.baselines.items() if level < self.levels}
+        probes, collectives = _weighed(pairs, usual, self.sizes), _weighed(ratios, groups, self.sizes)
         found = {}
         for level, health in enumerate(self.health):
-            passive = max(ratios[level].values(), default=math.nan)
-            probed = max(by_level[level], default=math.nan)
+            passive, probed = collectives[level], probes[level]
+            if level == self.levels:
+                probed = max((each for each in probes if not math.isnan(each)), default=math.nan)
             if level == self.levels and health.state == UP:
                 probed = math.nan  # a slow path is its own level's matter
-            collectives = not math.isnan(passive) if health.state == UP and not self.adapted else not probing
-            found[level] = (passive, calm) if collectives else (probed, False)
+            own = not math.isnan(passive) if health.state == UP and not self.adapted else not probing
+            found[level] = (passive, calm) if own else (probed, False)
         return found
 
     def _learn(
@@ -280,6 +285,8 @@ class NetworkAdapter:
 
     def _wanted(self) -> Scheme:
         slow = {min(level, self.levels - 1): ratio for level, ratio in sorted(self.slow().items(), reverse=True)}
+        if self.levels > 1:
+            slow.pop(0, None)  # inside a host, rounding takes longer than what it saves
         if not slow or (self.probe is None and Step(self.base).main.flat):
             return self.base
         drop = None not in (self.reducer.dropper, self.probe) and self.levels - 1 in slow
@@ -308,6 +315,26 @@ class NetworkAdapter:
         if self._statistics is None:
             raise LanewayError("network: the adapter needs statistics: call share() before the first step")
         return self._statistics
+
+
+def _weighed(ratios: Sequence[Mapping[Ranks, float]], usual: Mapping[Ranks, float], sizes: Sequence[int]) -> list[float]:
+    """By level, the largest ratio; 1 where a whole reduction hardly gets longer by it. NaN where nothing is known.
+
+    Args:
+        ratios: of groups or pairs, level by level; the last are those of flat collectives.
+        usual: seconds of each for as many bytes, in good times.
+        sizes: members of a group of each level.
+    """
+    bytes_of = [2 * (size - 1) / size / math.prod(sizes[:level]) for level, size in enumerate(sizes)]
+    good = [max((usual[ranks] for ranks in at), default=0.0) * each for at, each in zip(ratios, bytes_of, strict=False)]
+    found = []
+    for level, at in enumerate(ratios):
+        weighed = list(at.values())
+        if level < len(sizes):
+            more = {ranks: (ratio - 1) * usual[ranks] * bytes_of[level] for ranks, ratio in at.items()}
+            weighed = [ratio if more[ranks] >= MATTERS * sum(good) else min(ratio, 1.0) for ranks, ratio in at.items()]
+        found.append(max(weighed, default=math.nan))
+    return found
 
 
 def _drops(scheme: Scheme) -> bool:

@@ -167,12 +167,17 @@ class Baseline:
         """Whether there are enough observations."""
         return len(self._seen) >= self.learn
 
-    def ratio(self, value: float) -> float:
-        """Of a value to what it takes in good times; NaN where either is unknown."""
+    @property
+    def usual(self) -> float:
+        """What it takes in good times; NaN where that isn't known."""
         if not self.known:
             return math.nan
         seen = sorted(self._seen)
-        return value / max(statistics.median(seen), seen[int(USUAL * (len(seen) - 1))] / SPREAD)
+        return max(statistics.median(seen), seen[int(USUAL * (len(seen) - 1))] / SPREAD)
+
+    def ratio(self, value: float) -> float:
+        """Of a value to what it takes in good times; NaN where either is unknown."""
+        return value / self.usual
 
     def add(self, value: float) -> None:
         """One more, of good times; NaN, infinity and 0 are left out."""

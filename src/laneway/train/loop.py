@@ -152,6 +152,8 @@ class _Training:
     ) -> None:
         self.config, self.folder, self.ranks, self.bench = config, run, ranks, bench
         self.extensions = [*extensions, *build_controls(config.control, bench.parallel, self._event)]
+        if bench.parallel.reduction is not None:
+            self.extensions += bench.parallel.reduction.extensions(self._event)
         self.on_batch, self.display, self.stop = on_batch, display, stop
         self.started, self.plan = started, plan
         self.store = CheckpointStore(run, config.keep_checkpoints)

@@ -141,7 +141,7 @@ class _Training:
         plan: Strategy | None,
     ) -> None:
         self.config, self.folder, self.ranks, self.bench = config, run, ranks, bench
-        self.extensions = [*extensions, *build_controls(config.control, bench.parallel, self._event)]
+        self.extensions = [*extensions, *build_controls(config.control, bench.parallel, config.steps, self._event)]
         self.on_batch, self.display, self.stop = on_batch, display, stop
         self.started, self.plan = started, plan
         self.store = CheckpointStore(run, config.keep_checkpoints)

@@ -151,7 +151,7 @@ class _Training:
         plan: Strategy | None,
     ) -> None:
         self.config, self.folder, self.ranks, self.bench = config, run, ranks, bench
-        self.extensions = [*extensions, *build_controls(config.control, bench.parallel, self._event)]
+        self.extensions = [*extensions, *build_controls(config.control, bench.parallel, config.steps, self._event)]
         if bench.parallel.reduction is not None:
             self.extensions += bench.parallel.reduction.extensions(self._event)
         self.on_batch, self.display, self.stop = on_batch, display, stop

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from laneway.connections.controls import build
 from laneway.connections.guard import PathNormGuard
 from laneway.core import Extension
 from laneway.models.gpt import GPT
@@ -31,8 +32,14 @@ class Variant:
     against: str = "mhc"
 
 
-def _guarded(model: GPT) -> list[Extension]:
+def guarded(model: GPT) -> list[Extension]:
+    """The norm of each path's gradient against its own moving average."""
     return [PathNormGuard(model)]
+
+
+def controlled(name: str, **options: Any) -> Callable[[GPT], list[Extension]]:
+    """A control of ``connections.controls`` by its name."""
+    return lambda model: [build(name, model, **options)]
 
 
 VARIANTS: dict[str, Variant] = {
@@ -40,5 +47,9 @@ VARIANTS: dict[str, Variant] = {
     "hc": Variant({"residual": "hc"}),
     "mhc": Variant(),
     "mhc-lite": Variant({"residual": "mhc-lite"}),
-    "mhc-guard": Variant(prepare=_guarded),
+    "mhc-constant": Variant(prepare=controlled("constant", strength=0.8)),
+    "mhc-curvature": Variant(prepare=controlled("curvature"), against="mhc-constant"),
+    "mhc-curvature-peers": Variant(prepare=controlled("curvature-peers"), against="mhc-constant"),
+    "mhc-curvature-res": Variant(prepare=controlled("curvature-res"), against="mhc-constant"),
+    "mhc-guard": Variant(prepare=guarded),
 }

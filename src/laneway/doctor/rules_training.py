@@ -80,7 +80,8 @@ def _nonfinite_start(facts: RunFacts, end: float) -> list[str]:
 def _above_start(loss: Series) -> list[str]:
     if len(loss) < SETTLE + 5:
         return []
-    start = float(np.median(loss.values[:3]))
+    # The first loss is taken before any update, so that it counts where the very first ones made it worse; but for its noise.
+    start = min(float(np.median(loss.values[:3])), float(loss.values[0]) + 3 * loss.noise())
     medians = np.median(np.lib.stride_tricks.sliding_window_view(loss.values[3:], 5), axis=1)
     worst = int(medians.argmax())
     if medians[worst] - start <= ABOVE_START:

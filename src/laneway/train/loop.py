@@ -26,6 +26,7 @@ from torch import Tensor
 from laneway.checkpoint import CheckpointStore, export
 from laneway.checkpoint.atomic import explain
 from laneway.core import Extension, InputError, LanewayError, SharesStatistics
+from laneway.memory.oom import out_of_memory
 from laneway.rundir import RunDirectory, event_row, replace_file
 from laneway.strategy.norms import local
 from laneway.train.config import TrainConfig
@@ -162,7 +163,9 @@ class _Training:
         described = self.folder.memory if self.ranks.first else None
         with self.display.running(self.done), self.bench.memory.on(described):
             while self.done < self.config.steps:
-                if self._step(self.done + 1):
+                with self._told_of_missing_memory():
+                    stopped = self._step(self.done + 1)
+                if stopped:
                     return self._stopped()
         return self._finish()
 
@@ -237,6 +240,18 @@ class _Training:
         elif _due(step, config.checkpoint_every) and step < config.steps and self.guard.healthy:
             self._save_or_go_on()  # not after a skipped step: what led to it may sit in the state, and older ones must stay
         return outcome.stop
+
+    @contextmanager
+    def _told_of_missing_memory(self) -> Generator[None]:
+        """A step that ends the run for lack of memory leaves an event that says so."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if out_of_memory(error):
+                self.done += 1
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self._event("stop", reason=f"out of memory: {reason}"[:300])
+            raise
 
     def _after_backward(self, step: int) -> None:
         for extension in self.extensions:

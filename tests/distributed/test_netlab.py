@@ -215,6 +215,58 @@ def _until(holds, seconds: float) -> None:
         time.sleep(0.02)
 
 
+TRY = """
+from laneway.bench import netlab
+try:
+    print(sorted(set(netlab.run("netlab_bodies:quiet", netlab.Network.grid(1, 2, 1))[0].values())))
+except netlab.Unavailable as missing:
+    print(missing)
+"""
+FORBID = "echo 0 > /proc/sys/user/max_net_namespaces; "
+
+
+def _try(*command: str) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([*command], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _needs_user_namespaces() -> None:
+    tried = subprocess.run(["unshare", "--user", "--map-root-user", "true"], capture_output=True, check=False)
+    if tried.returncode:
+        pytest.skip("user namespaces are not allowed on this machine")
+
+
+def test_a_lab_needs_no_root(lab: Lab):
+    _needs_user_namespaces()
+    assert _try("unshare", "--user", "--map-user=1000", "--map-group=1000", sys.executable, "-c", TRY) == "[0]"
+
+
+def test_where_no_lab_can_be_made_one_line_says_why():
+    _needs_user_namespaces()
+    script = f"{FORBID} exec {sys.executable} -c '{TRY}'"
+    said = _try("unshare", "--user", "--map-root-user", "sh", "-c", script)
+    assert said.startswith("the network lab needs Linux with CAP_SYS_ADMIN and CAP_NET_ADMIN or user namespaces")
+    assert "as root: [Errno" in said
+    assert "in a user namespace: [Errno" in said
+    assert "\n" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("required", "code", "word"), [("", 0, "skipped"), ("1", 1, "errors")])
+def test_tests_skip_without_a_lab_and_fail_where_it_is_required(required, code, word, tmp_path):
+    _needs_user_namespaces()
+    test = "test_netlab.py::test_coordination_puts_nothing_on_the_links"
+    script = f"{FORBID} exec {sys.executable} -m pytest -q -p no:cacheprovider {Path(__file__).with_name(test)}"
+    env = {**os.environ, "LANEWAY_NETLAB_REQUIRED": required, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", script]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == code, done.stdout
+    assert f"1 {word[:5]}" in done.stdout
+    assert "the network lab needs Linux with" in done.stdout
+
+
 @pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_torchrun_starts_an_agent_on_every_host(lab: Lab, rendezvous):
     network = Network(((2,), (1,)))

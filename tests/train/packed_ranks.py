@@ -1,4 +1,4 @@
-"""Three gloo ranks, forked after one import of torch: shared statistics of given layouts, and runs whose collectives are counted.
+"""Two gloo ranks, forked after one import of torch: shared statistics of given layouts, and runs whose collectives are counted.
 
 packed_ranks.py FOLDER: layouts.json in it has a list of steps for each layout; what each rank found goes to rankN.json.
 """
@@ -23,7 +23,7 @@ from laneway.train.loop import train
 from laneway.train.packed import SharedStatistics
 from laneway.train.settings import merge, read_toml
 
-RANKS = 3
+RANKS = 2
 Layout = dict[str, tuple[int, str]]
 
 

@@ -24,7 +24,7 @@ from laneway.train.config import TrainConfig
 from laneway.train.packed import OPS, SharedStatistics
 from laneway.train.settings import to_toml
 
-RANKS = 3
+RANKS = 2
 
 
 def layouts(seed: int) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def expected(entry: tuple[int, str], given: list[list[float] | None]) -> np.ndar
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> list[dict[str, Any]]:
-    """What each of three ranks found, with the layouts they were given."""
+    """What each of two ranks found, with the layouts they were given."""
     folder = tmp_path_factory.mktemp("packed")
     config = TrainConfig(
         model=GPTConfig(context=16, layers=1, heads=2, dim=16, streams=2),

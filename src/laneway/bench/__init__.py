@@ -20,5 +20,7 @@ BENCHES = {
     "soak": "training of varying length under a memory limit, with spikes, NaN, kills, a full disk, damage: managed, unmanaged",
     "policies": "eviction policies on recorded training steps in a simulated device: stall, overhead, bytes moved",
     "planner": "the cost model on published step times, per model size; claims simulated on stated networks",
+    "scheduling": "where tasks run, decided before each step, against fixed choices, on a network whose load moves",
     "lora": "fine-tunes with a mistake: whether the consistency check says so before the loss does, and its false alarms",
+    "collectives": "reductions over the levels of a network of several hosts on this machine, against flat ones: times, bytes",
 }

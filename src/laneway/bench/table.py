@@ -60,6 +60,10 @@ COLUMNS = {
     "planner_bytes": ("scheme", "bytes_per_parameter", "saved"),
     "planner_sweep": ("op", "outer_gb_s", "message_bytes", "ring_ms", "tree_ms", "nvls_tree_ms", "two_level_ms", "hierarchy_ms",
                       "torus_ms", "native", "chosen", "chosen_ms", "native_kept"),
+    "scheduling": ("experiment", "choice", "best_fixed", "steps", "changes", "seconds", "step_ms", "over_best_fixed",
+                   "over_best_fixed_low", "over_best_fixed_high"),
+    "collectives": ("op", "message_bytes", "variant", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "floor_ms", "flat_over",
+                    "flat_spread_over", "rack_over_vector", "host_over_vector", "error", "identical"),
     "lora_summary": ("group", "runs", "alarms", "earlier", "same", "later", "missed", "shown"),
 }  # fmt: skip
 LEFT = (

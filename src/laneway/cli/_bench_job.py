@@ -21,3 +21,8 @@ def job_of(bench: Any, options: Any, quick: bool, json: bool, save: str | None) 
     options.check()
     chosen = bench.quick(options) if quick else options
     return Job(lambda progress: bench.run(chosen, progress), json, save)
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Names between commas."""
+    return tuple(name.strip() for name in text.split(","))

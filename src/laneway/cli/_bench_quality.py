@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from laneway.cli._bench_job import Job, job_of
+from laneway.cli._bench_job import Job, job_of, names_of
 
 Flag = tyro.conf.FlagCreatePairsOff
 
@@ -46,8 +46,12 @@ def quality_job(
         return job_of(bench, bench.LongContextOptions(read_to=read_to, **given), quick, json, save)
     from laneway.bench import quality
 
+<<<<<<< HEAD
     given = {"variants": _names(variants), "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
     options = quality.QualityOptions(equal_time=equal_time, **given)
+=======
+    options = quality.QualityOptions(variants=names_of(variants), seeds=seeds, steps=steps, lr=lr, threads=threads)
+>>>>>>> main
     return job_of(quality, options, quick, json, save)
 
 
@@ -76,7 +80,3 @@ def stability_job(
     options = stability.StabilityOptions(seeds=seeds, runs=runs)
     options = stability.chosen(options, variants, conditions)
     return job_of(stability, options, quick, json, save)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))

@@ -10,9 +10,12 @@ from typing import Annotated
 import tyro
 
 from laneway.bench import BENCHES
-from laneway.cli._bench_job import Job, job_of
+from laneway.cli._bench_collectives import collectives_job
+from laneway.cli._bench_job import Job, job_of, names_of
 from laneway.cli._bench_quality import quality_job, stability_job
+from laneway.cli._bench_scheduling import scheduling_job
 from laneway.cli._bench_simulated import planner_job, policies_job
+from laneway.cli._bench_soak import soak_job
 from laneway.cli._parse import parse
 from laneway.core import InputError, choice
 
@@ -27,8 +30,7 @@ def run(args: Sequence[str]) -> int:
         print("\n`laneway bench NAME --help` shows the rest.")
         return 0
     name = choice("bench", args[0], BENCHES)
-    command = COMMANDS[name]
-    job = parse(command, _bare_save(args[1:]), prog=f"laneway bench {name}")
+    job = parse(COMMANDS[name], _bare_save(args[1:]), prog=f"laneway bench {name}")
     from laneway.bench.rows import results_folder
     from laneway.bench.table import show
 
@@ -160,12 +162,8 @@ def _modalities(
     """
     from laneway.bench import modalities as bench
 
-    options = bench.ModalityOptions(_names(modalities), _names(variants), seeds, steps, threads)
+    options = bench.ModalityOptions(names_of(modalities), names_of(variants), seeds, steps, threads)
     return job_of(bench, options, quick, json, save)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
 
 
 def _precision(
@@ -192,7 +190,7 @@ def _precision(
     """
     from laneway.bench import precision
 
-    options = precision.PrecisionOptions(_names(variants), dim=dim, layers=layers, threads=threads, seconds=seconds)
+    options = precision.PrecisionOptions(names_of(variants), dim=dim, layers=layers, threads=threads, seconds=seconds)
     return job_of(precision, options, quick, json, save)
 
 
@@ -222,7 +220,7 @@ def _hf(
     """
     from laneway.bench import hf
 
-    options = hf.HFOptions(models=_names(models), dtypes=dtype, dim=dim, layers=layers, time=time, threads=threads)
+    options = hf.HFOptions(models=names_of(models), dtypes=dtype, dim=dim, layers=layers, time=time, threads=threads)
     return job_of(hf, options, quick, json, save)
 
 
@@ -321,40 +319,8 @@ def _step(
     from laneway.bench import step
 
     sizes = {"layers": layers, "dim": dim, "context": context, "batch_size": batch_size, "threads": threads}
-    options = step.StepOptions(_names(variants), dtype, **sizes, allocator=allocator, seconds=seconds)
+    options = step.StepOptions(names_of(variants), dtype, **sizes, allocator=allocator, seconds=seconds)
     return job_of(step, options, quick, json, save)
-
-
-def _soak(
-    quick: Annotated[bool, Flag] = False,
-    json: Annotated[bool, Flag] = False,
-    save: str | None = None,
-    faults: str = "spike,nan,kill,disk,corrupt",
-    variants: str = "unmanaged,protected,managed",
-    seeds: int = 3,
-    steps: int = 30,
-    checkpoint_every: int = 6,
-    each: int = 1,
-) -> Job:
-    """Training of varying length under a memory limit with faults: interruptions and work lost, managed and unmanaged.
-
-    Args:
-        quick: at most 60 s on 2 cores: one schedule with one fault of each kind, all together, in fewer steps.
-        json: one JSON object on stdout.
-        save: append the rows to DIR/soak.csv and soak_summary.csv; without DIR to benchmarks/results of the source checkout.
-        faults: comma-separated kinds, each alone and all together: spike, nan, kill, disk, corrupt.
-        variants: comma-separated: unmanaged (must be there), protected (no memory manager), managed.
-        seeds: schedules, from seeds 0 … N−1.
-        steps: optimizer steps of each run.
-        checkpoint_every: steps between checkpoints.
-        each: faults of each kind in a run.
-    """
-    from laneway.bench import soak
-    from laneway.bench.soak_schedule import Workload
-
-    work = Workload(steps=steps, checkpoint_every=checkpoint_every)
-    options = soak.SoakOptions(_names(faults), _names(variants), seeds=seeds, each=each, workload=work)
-    return job_of(soak, options, quick, json, save)
 
 
 COMMANDS = {
@@ -369,6 +335,8 @@ COMMANDS = {
     "lora": _lora,
     "convert": _convert,
     "policies": policies_job,
-    "soak": _soak,
+    "soak": soak_job,
     "planner": planner_job,
+    "scheduling": scheduling_job,
+    "collectives": collectives_job,
 }

@@ -36,8 +36,8 @@ def _small(optimizer: OptimizerConfig) -> TrainConfig:
 
 
 def unstable_start() -> TrainConfig:
-    """A learning rate far too high from the first step on: no warm-up, no clipping. The loss leaps over its start."""
-    return _small(OptimizerConfig(lr=0.3, warmup=0.0, clip_norm=0.0))
+    """A learning rate a hundred times too high from the first step on: no warm-up, no clipping. The loss leaps over its start."""
+    return _small(OptimizerConfig(lr=1.0, warmup=0.0, clip_norm=0.0))
 
 
 def slow_convergence() -> TrainConfig:

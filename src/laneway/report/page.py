@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from laneway import __version__
 from laneway.core import InputError, LanewayError
-from laneway.report import control, figures, memory_figures, palette, plan_figures, tables
+from laneway.report import control, figures, memory_figures, palette, plan_figures, schedule, tables
 from laneway.report.figures import Figure
 from laneway.report.memory_figures import Table
 from laneway.report.numbers import moment
@@ -92,6 +92,7 @@ def _sections(runs: list[Run]) -> list[Section]:
         Section("optimisation", "Optimisation", list(figures.scalar_figures(runs, figures.OPTIMISATION))),
         Section("speed", "Speed and memory", list(figures.scalar_figures(runs, figures.SPEED))),
         Section("plan", "Plan", list(plan_figures.figures(runs)), unplanned, plan_figures.tables(runs), large=True),
+        Section("schedule", "Schedule", list(schedule.figures(runs)), tables=schedule.tables(runs), large=True),
         Section("memory", "Memory", list(memory_figures.plan_figures(runs)), damaged, memory_figures.tables(runs), large=True),
         Section("memory-passes", "Memory over passes", list(memory_figures.pass_figures(runs))),
         Section("memory-steps", "Memory over steps", list(figures.scalar_figures(runs, figures.MEMORY))),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -18,20 +19,22 @@ import torch.multiprocessing as mp
 RANKS = 8
 
 
-def rank_main(rank: int, folder: str, module: str, seed: int) -> None:
+def rank_main(rank: int, folder: str, module: str, seed: int, port: int) -> None:
     torch.set_num_threads(1)
     cases = importlib.import_module(module).CASES
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=30))
     found = {}
     for number, (name, case) in enumerate(cases.items()):
+        began = time.perf_counter()
         problems: list[str] = []
         try:
             case(problems, torch.Generator().manual_seed(seed + number))
         except Exception:  # noqa: BLE001 - the test that reads it fails
             problems.append(traceback.format_exc()[-2000:])
         found[name] = problems
+        if rank == 0:
+            print(f"{name}: {time.perf_counter() - began:.2f} s", flush=True)
         (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found), "utf-8")
     dist.destroy_process_group()
 
@@ -39,4 +42,6 @@ def rank_main(rank: int, folder: str, module: str, seed: int) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     importlib.import_module(sys.argv[2])
-    mp.start_processes(rank_main, args=(sys.argv[1], sys.argv[2], int(sys.argv[3])), nprocs=RANKS, start_method="fork")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = sys.argv[1], sys.argv[2], int(sys.argv[3]), server.port
+    mp.start_processes(rank_main, args=arguments, nprocs=RANKS, start_method="fork")

@@ -13,7 +13,21 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
-NAMES = ["every scheme"]
+NAMES = [
+    "every scheme",
+    "mixed levels and tori",
+    "levels of any shape",
+    "extremes in half precision",
+    "bytes that are sent",
+    "asynchronous and changing",
+    "places from the ranks",
+    "bad input",
+    "ranks that disagree",
+    "dropping on the outermost level",
+    "small vectors",
+    "an error in a stage",
+    "a rank that stays away",
+]
 
 
 @pytest.fixture(scope="module")

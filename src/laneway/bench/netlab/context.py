@@ -25,7 +25,7 @@ LEAD_S = 0.012
 SETTLE_S = 0.004
 """Acknowledgements that are still on their way."""
 SPIN_S = 0.0003
-STACKS = signal.SIGUSR1
+STACKS: int = getattr(signal, "SIGUSR1", 0)  # systems without it have no lab, but import this
 """Makes a rank write the stacks of its threads to stderr."""
 
 

@@ -73,9 +73,16 @@ class Fabric:
             address = self.network.address(*place)
             self._run("ip", name, ["link set lo up", f"addr add {address}/16 dev eth0", "link set eth0 up"])
         self._shape("add", {link: self.network.rate(link) for link in self.network.links})
-        hosts = [f"{self.network.address(*place)} {host_name(*place)}" for place in self.network.hosts]
-        Path("/run/hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]), "utf-8")
+        Path("/run/hosts").write_text("\n".join(self._names()), "utf-8")
         kernel.bind("/run/hosts", "/etc/hosts")
+
+    def _names(self) -> list[str]:
+        """Lines of /etc/hosts; torch asks for the names of IPv4 addresses in both their forms."""
+        lines = ["127.0.0.1 localhost"]
+        for place in self.network.hosts:
+            address, name = self.network.address(*place), host_name(*place)
+            lines += [f"{address} {name}", f"::ffff:{address} {name}"]
+        return [*lines, ""]
 
     def _namespaces(self) -> None:
         here = "/run/netns/switch"

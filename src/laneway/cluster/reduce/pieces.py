@@ -25,8 +25,15 @@ Step = tuple[int, str, Callable[[], None]]
 class Dropper(Protocol):
     """Sums a part of a gradient over the outermost level and leaves out what matters least."""
 
-    def all_reduce(self, shard: Tensor, group: dist.ProcessGroup, key: Any) -> object:
-        """In place, bit for bit the same on all members. `key`: what the caller named, and the range of its elements."""
+    def all_reduce(self, shard: Tensor, group: dist.ProcessGroup, key: Any, *, drop: float, wire: str) -> object:
+        """In place, bit for bit the same on all members.
+
+        Args:
+            shard: fp32, 1-D.
+            group: of the outermost level.
+            key: what the caller named, and the range of its elements that this is: (name, start, stop).
+            drop, wire: the share that stays at home, and the format of the rest, as the scheme says.
+        """
 
 
 def sum_type(dtype: torch.dtype) -> torch.dtype:
@@ -82,6 +89,14 @@ class Piece:
         wide = sum_type(source.dtype)
         return source if source.dtype == wide else self.take(source.numel(), wide).copy_(source)
 
+    def source(self, level: int) -> Tensor:
+        """What this rank brings to a level: its sums so far, or where there are none yet its numbers. Beyond the first level
+        that joins any ranks these too are in the sum's type, as those of others are that were summed there.
+        """
+        if self.sums is None and level > self.plan.first:
+            self.sums = self.widened(self.span(level))
+        return self.sums if self.sums is not None else self.span(level)
+
     def scatter(self, leg: Leg, source: Tensor, bounds: Bounds) -> Tensor:
         """Sum this rank's part over a level's members."""
         own = bounds[leg.link.index]
@@ -95,8 +110,7 @@ class Piece:
 
     def up(self, level: int) -> None:
         """One level up: this rank's span becomes its part of it."""
-        leg = self.plan.up[level]
-        source = self.sums if self.sums is not None else self.span(level)
+        leg, source = self.plan.up[level], self.source(level)
         if leg is not None and source.numel():
             self.sums = self.scatter(leg, source, self.bounds[level])
 
@@ -142,9 +156,9 @@ class Reduced(Piece):
     def turn(self) -> None:
         """The outermost level: sum, divide, and bring the result to its members."""
         leg, out = self.plan.up[self.top], self.span(self.top)
-        source = self.sums if self.sums is not None else out
         if not out.numel():
             return
+        source = self.source(self.top)
         if leg is None:
             self.finish(source, out)
         elif leg.scheme.drop:
@@ -168,9 +182,11 @@ class Reduced(Piece):
     def _dropped(self, leg: Leg, source: Tensor) -> Tensor:
         assert self.dropper is not None
         total = self.widened(source)
+        shard = total.to(torch.float32)
         start, stop = self.spans[-1]
-        self.dropper.all_reduce(total, leg.link.group, (self.key, self.offset + start, self.offset + stop))
-        return total
+        key = (self.key, self.offset + start, self.offset + stop)
+        self.dropper.all_reduce(shard, leg.link.group, key, drop=leg.scheme.drop, wire=leg.scheme.wire)
+        return total if shard is total else total.copy_(shard)
 
 
 class Scattered(Piece):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from laneway.core import InputError
@@ -38,9 +39,18 @@ class Places:
         """Whether some level has groups of different sizes."""
         return any(len(group) != size for groups, size in zip(self.groups, self.sizes, strict=True) for group in groups)
 
+    @cached_property
+    def _own(self) -> dict[int, list[tuple[int, ...]]]:
+        own: dict[int, list[tuple[int, ...]]] = {rank: [()] * len(self.groups) for rank in self.order}
+        for level, groups in enumerate(self.groups):
+            for group in groups:
+                for rank in group:
+                    own[rank][level] = group
+        return own
+
     def of_rank(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The rank's own group at each level; empty where it has none."""
-        return tuple(next((group for group in groups if rank in group), ()) for groups in self.groups)
+        return tuple(self._own[rank])
 
 
 def find_places(positions: Sequence[Sequence[int | str]]) -> Places:

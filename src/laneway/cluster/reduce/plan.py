@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from laneway.cluster.reduce.exchange import Link
 from laneway.cluster.reduce.groups import LevelGroups
@@ -38,6 +39,7 @@ class Plan:
         scheme: the scheme.
         up, down: by level; None where nothing joins this rank there. The last of `up` is the turn, and the last of `down` isn't
             used: the turn comes back the way it went.
+        first: the innermost level that joins ranks anywhere: further out everything is in the sum's type, on every rank.
         order: the rank whose part of a reduce-scatter or all-gather stands first, second, … in the packed vector; empty where
             groups are ragged.
     """
@@ -45,6 +47,7 @@ class Plan:
     scheme: ReductionScheme
     up: tuple[Leg | None, ...]
     down: tuple[Leg | None, ...]
+    first: int
     order: tuple[int, ...]
 
     @classmethod
@@ -52,7 +55,8 @@ class Plan:
         """The legs of a scheme."""
         up = tuple(map(_leg, links.up, scheme.levels, places.widths))
         down = tuple(map(_leg, links.down, scheme.levels, places.widths))
-        return cls(scheme, up, down, _packed_order(scheme, places))
+        first = next((level for level, size in enumerate(places.sizes) if size > 1), 0)
+        return cls(scheme, up, down, first, _packed_order(scheme, places))
 
     def for_parts(self, *, exact: bool) -> Plan:
         """The same for reduce-scatter and all-gather: a tree has no parts to share out, so that members exchange directly
@@ -75,13 +79,19 @@ def _packed_order(scheme: ReductionScheme, places: Places) -> tuple[int, ...]:
     """The rank that ends up with the first, second, … of as many equal parts as there are ranks."""
     if places.ragged:
         return ()
+    return _order_of(tuple(level.dims for level in scheme.levels), places)
+
+
+@lru_cache(maxsize=16)
+def _order_of(tori: tuple[tuple[int, ...], ...], places: Places) -> tuple[int, ...]:
+    """Only a torus shares out in another order than that of its members."""
     world = len(places.order)
     order = [0] * world
     for rank in range(world):
         start, stop = 0, world
-        for level, group, width in zip(scheme.levels, places.of_rank(rank), places.widths, strict=True):
-            algorithm = "all_to_all" if level.algorithm == "tree" else level.algorithm
-            first, last = bounds_of(algorithm, level.dims, stop - start, len(group), width)[group.index(rank)]
+        for dims, group in zip(tori, places.of_rank(rank), strict=True):
+            algorithm = "torus" if dims else "all_to_all"
+            first, last = bounds_of(algorithm, dims, stop - start, len(group), len(group))[group.index(rank)]
             start, stop = start + first, start + last
         order[start] = rank
     return tuple(order)

@@ -43,7 +43,8 @@ class HierarchicalReducer:
     roundings (2⁻⁹ each for bf16, 1/254 for int8) however many ranks it joins.
 
     On gloo, members exchange messages of their own (receives first). On other devices the calling thread enqueues everything on
-    its current stream, one level after the other; "native" then is the backend's reduce-scatter, all-gather and all-reduce.
+    its current stream (always the same one), one level after the other, as one batch of messages each; there "native", which is
+    NCCL's own reduce-scatter, all-gather and all-reduce, is the better choice inside a level.
 
     Args:
         groups: of all levels.
@@ -66,7 +67,8 @@ class HierarchicalReducer:
         self._links, self._pool = Links(groups), Pool()
         self._flat = Flat(groups, self.observers)
         self._pipeline = Pipeline(_stages(groups))
-        self._failed: BaseException | None = None
+        self._sent, self._failed_piece = 0, 0
+        self._failed: ReductionError | None = None
         self._use(scheme)
 
     @property
@@ -113,6 +115,8 @@ class HierarchicalReducer:
         """
         numbers = summable("tensor", tensor)
         divisor = self._begin("all_reduce", op, numbers)
+        if self._scheme.levels and self._scheme.levels[-1].drop and self.dropper is None:
+            raise InputError("scheme.drop", self._scheme.levels[-1].drop, "0 without a dropper", "set reducer.dropper first")
         if not numbers.numel():
             return Work(tensor, 0) if async_op else tensor
         if self._scheme.flat:
@@ -222,8 +226,6 @@ class HierarchicalReducer:
             raise LanewayError("the reducer is closed")
         if self._failed is not None:
             raise ReductionError(f"an earlier reduction failed, and its groups can't be used any more: {self._failed}")
-        if not self._scheme.flat and self._scheme.levels[-1].drop and self.dropper is None:
-            raise InputError("scheme.drop", self._scheme.levels[-1].drop, "0 without a dropper", "set reducer.dropper first")
         self._agree(kind, (op, str(numbers.dtype), numbers.numel(), self._scheme))
         return self.groups.world if op == "mean" else 1
 
@@ -254,30 +256,35 @@ class HierarchicalReducer:
         on_device = result.device.type != "cpu"
         alone = len(pieces) == 1 and not asynchronous
         for piece in pieces:
-            calls = [partial(self._step, *step) for step in piece.steps()]
+            self._sent += 1
+            calls = [partial(self._step, self._sent, *step) for step in piece.steps()]
             if (on_device or alone) and self._pipeline.run(calls):
                 work.piece_done(None)
             else:
                 self._pipeline.submit(calls, work.piece_done)
         return work if asynchronous else work.wait()
 
-    def _step(self, level: int, phase: str, call: Callable[[], None]) -> None:
-        """One stage's part of a piece. After a failure nothing runs any more: who waits for which message is lost."""
-        if self._failed is not None:
+    def _step(self, piece: int, level: int, phase: str, call: Callable[[], None]) -> None:
+        """One stage's part of a piece. After a failure no later piece goes on: who waits for which message is lost then."""
+        if self._failed is not None and piece >= self._failed_piece:
             raise self._failed
         link = (self._links.down if phase == "down" else self._links.up)[level]
         before, started = link.sent if link else 0, time.perf_counter()
         try:
             call()
         except Exception as error:
-            ranks = ", ".join(map(str, self.groups.ranks[level]))
-            told = ReductionError(f"a reduction failed at {self.groups.names[level]} ({phase}) among ranks {ranks}: {error}")
-            self._failed = told
-            raise told from error
+            raise self._fail(piece, level, phase, error) from error
         if self.observers:
             timing = Timing(level, phase, (link.sent if link else 0) - before, time.perf_counter() - started, started)
             for observer in self.observers:
                 observer(timing)
+
+    def _fail(self, piece: int, level: int, phase: str, error: Exception) -> ReductionError:
+        ranks = ", ".join(map(str, self.groups.ranks[level]))
+        told = ReductionError(f"a reduction failed at {self.groups.names[level]} ({phase}) among ranks {ranks}: {error}")
+        if self._failed is None or piece < self._failed_piece:
+            self._failed_piece, self._failed = piece, told
+        return told
 
 
 def _stages(groups: LevelGroups) -> list[str]:

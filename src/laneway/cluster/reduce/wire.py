@@ -56,7 +56,7 @@ class Int8:
         whole = numbers if count == blocks * BLOCK else pad(numbers, (0, blocks * BLOCK - count))
         rows = whole.view(blocks, BLOCK).to(torch.float32)
         scales = message[: 4 * blocks].view(torch.float32)
-        torch.amax(rows.abs(), dim=1, out=scales)
+        torch.linalg.vector_norm(rows, torch.inf, dim=1, out=scales)
         scales.div_(LARGEST)
         steps = rows.div(torch.where(scales > 0, scales, 1.0).unsqueeze(1)).round_().clamp_(-LARGEST, LARGEST)
         broken = ~scales.isfinite()

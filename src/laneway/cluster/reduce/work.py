@@ -89,24 +89,25 @@ class Work:
         """A future of the result, as DistributedDataParallel's communication hooks return it. The same one at each call."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                device = self._result.device
+                self._future = torch.futures.Future(devices=None if device.type == "cpu" else [device])
                 if self._ended.is_set():
                     self._settle()
             return self._future
 
     def piece_done(self, error: BaseException | None) -> None:
-        """One of its parts ended. Called by who runs it."""
+        """One of its parts ended. Called by who runs it. The first error ends the whole, whatever else is still under way."""
         with self._lock:
-            self._error = self._error or error
             self._left -= 1
-            if self._left:
+            if self._ended.is_set() or (self._left and error is None):
                 return
-        if self._finish is not None and self._error is None:
+        if error is None and self._finish is not None:
             try:
                 self._finish()
-            except Exception as error:  # noqa: BLE001 - whoever waits gets it
-                self._error = error
+            except Exception as failure:  # noqa: BLE001 - whoever waits gets it
+                error = failure
         with self._lock:
+            self._error = error
             self._ended.set()
             future = self._future
         if future is not None:

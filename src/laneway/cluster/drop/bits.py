@@ -1,0 +1,36 @@
+"""Flags: where they are set, and eight in a byte, the first in the lowest bit; on any device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["nonzero", "pack", "unpack"]
+
+_GATHER = 0x0102040810204080
+"""Times eight bytes of 0 or 1, seen as one little-endian integer, brings the eight bits together in the highest byte."""
+
+
+def nonzero(flags: Tensor) -> Tensor:
+    """Where [m] bool is set: int64, ascending."""
+    if flags.device.type == "cpu":  # several times faster than torch's
+        return torch.from_numpy(np.flatnonzero(flags.numpy()))
+    return flags.nonzero().squeeze(1)
+
+
+def pack(flags: Tensor) -> Tensor:
+    """[m] bool → [⌈m / 8⌉] uint8."""
+    short = -flags.numel() % 8
+    if short:
+        flags = torch.cat([flags, flags.new_zeros(short)])
+    if not flags.is_contiguous() or flags.storage_offset() % 8:
+        flags = flags.clone(memory_format=torch.contiguous_format)
+    return (flags.view(torch.int64) * _GATHER >> 56).to(torch.uint8)
+
+
+def unpack(packed: Tensor, m: int) -> Tensor:
+    """[⌈m / 8⌉] uint8 → [m] bool."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    table = (torch.arange(256, dtype=torch.uint8, device=packed.device)[:, None] >> shifts & 1).bool()
+    return table.view(torch.int64).view(256)[packed.to(torch.int32)].view(torch.bool)[:m]

@@ -1,0 +1,27 @@
+"""The scheme that does best for large vectors where levels differ in speed. No torch here."""
+
+from __future__ import annotations
+
+from laneway.cluster.reduce.scheme import WIRES, LevelScheme, ReductionScheme
+from laneway.core import choice, positive_int
+
+__all__ = ["PIECE_BYTES", "direct_scheme"]
+
+PIECE_BYTES = 2 << 20
+"""Pieces follow each other from twice this size on; smaller vectors go in one, without a change of threads."""
+
+
+def direct_scheme(levels: int, *, outer_wire: str = "fp32", chunk_bytes: int = PIECE_BYTES) -> ReductionScheme:
+    """Direct exchanges at every level, in pieces that follow each other from 4 MB up.
+
+    Args:
+        levels: how many there are.
+        outer_wire: what travels over the outermost one, the others being fp32.
+        chunk_bytes: of a piece; 0: one piece.
+
+    Raises:
+        InputError: a value out of range.
+    """
+    positive_int("levels", levels)
+    choice("outer_wire", outer_wire, WIRES)
+    return ReductionScheme((*(LevelScheme(),) * (levels - 1), LevelScheme(wire=outer_wire)), chunk_bytes)

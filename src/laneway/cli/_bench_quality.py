@@ -42,16 +42,12 @@ def quality_job(
     if long_context:
         from laneway.bench import long_context as bench
 
-        given = {"variants": _names(variants), "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
+        given = {"variants": names_of(variants), "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
         return job_of(bench, bench.LongContextOptions(read_to=read_to, **given), quick, json, save)
     from laneway.bench import quality
 
-<<<<<<< HEAD
-    given = {"variants": _names(variants), "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
+    given = {"variants": names_of(variants), "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
     options = quality.QualityOptions(equal_time=equal_time, **given)
-=======
-    options = quality.QualityOptions(variants=names_of(variants), seeds=seeds, steps=steps, lr=lr, threads=threads)
->>>>>>> main
     return job_of(quality, options, quick, json, save)
 
 

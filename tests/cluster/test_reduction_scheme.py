@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from laneway.cluster.reduce.scheme import ALGORITHMS, FLAT, WIRES, LevelScheme, ReductionScheme
+from laneway.cluster.reduce.scheme import ALGORITHMS, FLAT, WIRES, LevelScheme, ReductionScheme, SchemeTable
 from laneway.core import InputError
 
 
@@ -53,3 +53,16 @@ def test_schemes_are_told_in_short() -> None:
     levels = LevelScheme(), LevelScheme("ring", "bf16", drop=0.25)
     assert str(FLAT) == "flat"
     assert str(ReductionScheme(levels, 2**20)) == "all_to_all:fp32 > ring:bf16-0.25 / 1048576"
+
+
+def test_a_table_gives_each_size_its_scheme() -> None:
+    large = ReductionScheme((LevelScheme(), LevelScheme(wire="bf16")), 4096)
+    table = SchemeTable(((0, FLAT), (65536, large)))
+    assert [table.at(size) for size in (0, 65535, 65536, 10**9)] == [FLAT, FLAT, large, large]
+    assert SchemeTable.from_dict(json.loads(json.dumps(table.to_dict()))) == table
+    for rows in ((), ((1, FLAT),), ((0, FLAT), (0, large)), ((0, "flat"),)):
+        with pytest.raises(InputError, match="rows"):
+            SchemeTable(rows)
+    for given in ({"rows": 3}, {"rows": [[0]]}, {"rows": [[-1, {}]]}, {"row": []}):
+        with pytest.raises(InputError):
+            SchemeTable.from_dict(given)

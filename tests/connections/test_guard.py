@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -41,6 +41,7 @@ def test_it_is_an_extension():
     assert isinstance(PathNormGuard(paths()), Extension)
 
 
+@settings(max_examples=15, deadline=None)
 @given(factor=st.floats(1.5, 100), leap=st.floats(200, 1e6))
 def test_a_leap_is_scaled_to_the_average_and_nothing_else_is_touched(factor, leap):
     found = paths()
@@ -56,7 +57,8 @@ def test_a_leap_is_scaled_to_the_average_and_nothing_else_is_touched(factor, lea
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[2], after[2])
     torch.testing.assert_close(after[1], before[1] * mean / before[1].norm())
-    torch.testing.assert_close(guard.mean[1], mean * (1 + guard.release))
+    weight = max(1 / 7, 1 - guard.decay)
+    torch.testing.assert_close(guard.mean[1], mean * (1 + weight * (factor - 1)))
 
 
 def test_the_average_is_the_mean_and_then_an_exponential_one():
@@ -95,16 +97,16 @@ def test_a_gradient_that_is_not_finite_is_left_and_moves_no_average(poison):
 
 def test_a_lasting_leap_is_let_through_in_the_end():
     found = paths(1)
-    guard = PathNormGuard(found, 2.0, warmup=2, release=0.1)
-    for step in range(3):
+    guard = PathNormGuard(found, 2.0, warmup=2, decay=0.9)
+    for step in range(10):
         run(guard, found, step)
     flagged = []
-    for step in range(3, 60):
+    for step in range(10, 60):
         run(guard, found, step, {0: 20.0})
         flagged.append(guard.purified)
     assert flagged[0] == 1
     assert flagged[-1] == 0
-    assert sum(flagged) == pytest.approx(math.log(20 / 2) / math.log(1.1), abs=6)
+    assert sum(flagged) == pytest.approx(math.log(20 / 2) / math.log(1.1), abs=8)
 
 
 def test_resume_is_exact_and_other_paths_are_refused():
@@ -140,9 +142,7 @@ def test_what_was_done_is_told_once_a_step():
     assert fields["score"] * fields["correction"] == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("factor", 1.0), ("factor", math.nan), ("decay", 1.0), ("warmup", 0), ("release", -1.0)]
-)
+@pytest.mark.parametrize(("field", "value"), [("factor", 1.0), ("factor", math.nan), ("decay", 1.0), ("warmup", 0)])
 def test_bad_values_are_named(field, value):
     with pytest.raises(InputError, match=field):
         PathNormGuard(paths(), **{field: value})

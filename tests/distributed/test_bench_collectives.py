@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from netlab import Lab, assert_bytes
 
-from laneway.bench import collectives
+from laneway.bench import collectives, netlab
+from laneway.bench.collectives_ddp import STEP_VARIANTS, judge_steps, steps
 from laneway.bench.collectives_targets import judge
 from laneway.bench.collectives_variants import VARIANTS, scheme_of
 from laneway.bench.table import COLUMNS
@@ -20,7 +21,7 @@ ROUNDING = {"fp32": 1e-6, "bf16": 0.02, "int8": 0.05}
 
 @pytest.fixture(scope="module")
 def rows(lab: Lab) -> dict[tuple[str, str], dict]:
-    report = collectives.run(SMALL)
+    report = collectives.run(replace(SMALL, ops=collectives.OPS))
     assert set(COLUMNS["collectives"]) <= set(report.tables["collectives"][0])
     return {(row["op"], row["variant"]): row for row in report.tables["collectives"]}
 
@@ -110,3 +111,19 @@ def test_rows_are_appended_to_a_file(lab: Lab, tmp_path):
         "1",
         "",
     )
+
+
+@pytest.mark.slow
+def test_steps_of_ddp_with_and_without_levels(lab: Lab):
+    network = netlab.Network.grid(2, 1, 2, rack_mbit=600.0)
+    rows = {row["variant"]: row for row in steps(network, 1.0, (1, 1), quick=True)}
+    assert list(rows) == ["alone", "ddp", *STEP_VARIANTS]
+    assert all(set(COLUMNS["collectives_ddp"]) <= set(row) for row in rows.values())
+    assert rows["alone"]["rack_over_gradient"] == 0
+    size = 4 * rows["ddp"]["parameters"]
+    for name, share in (("ddp", 1.5), ("levels_pipelined", 1.0), ("levels_bf16_hosts", 0.5)):
+        assert 0.999 * share <= rows[name]["rack_over_gradient"] <= 1.04 * share + 50_000 / size, name
+    assert rows["levels_drop"]["rack_over_gradient"] < 0.2
+    assert rows["levels_pipelined"]["gradient_error"] < 1e-5
+    assert rows["levels_bf16_hosts"]["gradient_error"] < 0.02
+    assert len(judge_steps(list(rows.values()))) == 1

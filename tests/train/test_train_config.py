@@ -50,6 +50,9 @@ def test_the_default_is_fine():
         ("optimizer.eps", 0.0),
         ("optimizer.weight_decay", -0.1),
         ("optimizer.clip_norm", -1.0),
+        ("control.purify_every", -1),
+        ("control.purify_screen", "later"),
+        ("control.purify_sample", 3),
         ("control.norm_guard", 1.0),
         ("control.norm_guard", -2.0),
         ("control.norm_guard", float("inf")),
@@ -61,6 +64,10 @@ def test_a_wrong_value_is_named(config, change, field, value):
     assert fields_of(wrong.problems()) == [field]
     with pytest.raises(InputError, match=field.replace(".", r"\.")):
         wrong.check()
+
+
+def test_one_thing_corrects_gradients(change):
+    assert fields_of(change(control={"norm_guard": 3.0, "purify_every": 6}).problems()) == ["control.norm_guard"]
 
 
 def test_all_problems_are_listed_at_once(change):

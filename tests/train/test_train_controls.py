@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ def go(monkeypatch):
     """A run whose fault finds the run's model."""
     import laneway.train.loop as loop
 
-    def run(config, out, fault: Fault | None = None, **options):
+    def run(config, out, fault: Fault | None = None, stop: bool = False, **options):
         def building(config, ranks, build=loop.build):
             bench = build(config, ranks)
             if fault is not None:
@@ -53,7 +55,8 @@ def go(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(loop, "build", building)
-            return train(config, out=out, console=None, extensions=[fault] if fault else [], **options)
+            with pytest.raises(LanewayError, match="as if killed") if stop else nullcontext():
+                train(config, out=out, console=None, extensions=[fault or Fault(range(0))], **options)
 
     return run
 
@@ -80,26 +83,44 @@ def test_everything_is_off_by_default():
     assert build_controls(ControlConfig(), None, print) == []
 
 
+@pytest.mark.parametrize("screen", ["now", "late"])
+def test_a_purified_run_is_the_run_until_something_is_wrong(change, go, tmp_path, screen):
+    config = quick(change, purify_every=4, purify_screen=screen)
+    go(config, tmp_path / "purified", Fault(range(21, 24), stop_at=25), stop=True)
+    found = rows(tmp_path / "purified", "purified_paths")
+    assert found[:20] == [0] * 20
+    assert found[20:24] == ([1, 1, 1, 0] if screen == "now" else [0, 1, 1, 0])
+    go(config, tmp_path / "purified", Fault(range(21, 24)), resume=True)
+    go(quick(change), tmp_path / "off")
+    assert rows(tmp_path / "purified", "loss")[:21] == rows(tmp_path / "off", "loss")[:21]
+    go(config, tmp_path / "whole", Fault(range(21, 24)))
+    for key in ("loss", "grad_norm", "purified_paths"):
+        assert rows(tmp_path / "purified", key) == rows(tmp_path / "whole", key)
+    [event] = [event for event in RunDirectory(tmp_path / "whole").read_events() if event["kind"] == "purify"]
+    assert (event["path"], event["step"]) == ("blocks.1.ffn.out", 21 if screen == "now" else 22)
+    assert event["score"] >= 1
+    assert event["correction"] < 1e-2
+
+
 def test_a_guard_repairs_a_run_and_says_so(change, go, tmp_path):
     go(quick(change), tmp_path / "healthy")
     go(quick(change, norm_guard=3.0), tmp_path / "guarded")
     assert rows(tmp_path / "guarded", "loss") == rows(tmp_path / "healthy", "loss")
-    go(quick(change, norm_guard=3.0), tmp_path / "faulty", Fault(range(30, 33)))
-    assert rows(tmp_path / "faulty", "purified_paths")[28:34] == [0, 1, 1, 1, 0, 0]
+    go(quick(change, norm_guard=3.0), tmp_path / "faulty", Fault(range(22, 25)))
+    assert rows(tmp_path / "faulty", "purified_paths")[20:26] == [0, 1, 1, 1, 0, 0]
     norms, healthy = (rows(tmp_path / name, "grad_norm") for name in ("faulty", "healthy"))
     assert max(norms) < 2 * max(healthy)
     told = [
         (event["step"], event["path"]) for event in RunDirectory(tmp_path / "faulty").read_events() if event["kind"] == "purify"
     ]
-    assert told == [(step, "blocks.1.ffn.out") for step in (30, 31, 32)]
+    assert told == [(step, "blocks.1.ffn.out") for step in (22, 23, 24)]
 
 
 def test_a_guarded_run_resumes_exactly(change, go, tmp_path):
     config = quick(change, norm_guard=3.0)
-    go(config, tmp_path / "whole", Fault(range(34, 36)))
-    with pytest.raises(LanewayError, match="as if killed"):
-        go(config, tmp_path / "parts", Fault(range(34, 36), stop_at=33))
-    go(config, tmp_path / "parts", Fault(range(34, 36)), resume=True)
+    go(config, tmp_path / "whole", Fault(range(23, 25)))
+    go(config, tmp_path / "parts", Fault(range(23, 25), stop_at=22), stop=True)
+    go(config, tmp_path / "parts", Fault(range(23, 25)), resume=True)
     for key in ("loss", "grad_norm", "purified_paths"):
         assert rows(tmp_path / "parts", key) == rows(tmp_path / "whole", key)
     with pytest.raises(LanewayError, match=r"control\.norm_guard"):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from laneway.bench.collectives_ddp import STEP_VARIANTS, judge_steps, steps
 from laneway.bench.collectives_ranks import Measured
 from laneway.bench.collectives_targets import judge
 from laneway.bench.collectives_variants import OPS, PIECE_BYTES, VARIANTS, scheme_of
@@ -27,6 +28,7 @@ __all__ = ["CollectivesOptions", "quick", "run"]
 
 SIZES_KB = (64, 256, 1024, 4096, 16384, 65536)
 ALL = tuple(VARIANTS)
+DDP_STEP = "ddp_step"
 FLATS = ("flat", "flat_spread")
 SPARE_S = 60.0
 SLOWER = 4.0
@@ -37,7 +39,7 @@ SLOWER = 4.0
 class CollectivesOptions:
     """What is timed, on which network."""
 
-    ops: tuple[str, ...] = OPS
+    ops: tuple[str, ...] = (*OPS, DDP_STEP)
     sizes_kb: tuple[int, ...] = SIZES_KB
     """kB of 1024 bytes."""
     variants: tuple[str, ...] = ALL
@@ -58,7 +60,7 @@ class CollectivesOptions:
     def check(self) -> None:
         """Raise InputError where an option is out of range, and Unavailable where this machine can't hold the network."""
         for op in self.ops:
-            choice("ops", op, OPS)
+            choice("ops", op, (*OPS, DDP_STEP))
         for name in self.variants:
             choice("variants", name, VARIANTS)
         if "flat" not in self.variants:
@@ -91,17 +93,28 @@ def run(options: CollectivesOptions, progress: Callable[[str], None] = lambda li
     options.check()
     rows: list[Row] = []
     summary: dict[str, Any] = {}
-    for op in options.ops:
+    for op in (op for op in options.ops if op != DDP_STEP):
         for size in options.sizes_kb:
             found = _measured(options, op, size << 10)
             mine = [_row(options, op, size << 10, name, found) for name in found]
             rows += mine
             summary[f"{op} {_size(size)}"] = _figures(mine)
             progress(f"{op}, {_size(size)}: {len(next(iter(found.values())).seconds)} rounds of {len(found)} variants")
-    notes = judge(rows)
+    tables, notes = {"collectives": rows}, judge(rows)
+    if DDP_STEP in options.ops:
+        tables["collectives_ddp"] = steps(
+            options.network(), options.seconds, options.rounds, options.piece_kb << 10, options.quick
+        )
+        summary[DDP_STEP] = {
+            f"{row['variant']}: exposed over plain DDP's": parts(row, "exposed_left")
+            for row in tables["collectives_ddp"]
+            if row["variant"] in STEP_VARIANTS
+        }
+        notes += judge_steps(tables["collectives_ddp"])
+        progress(f"{DDP_STEP}: {tables['collectives_ddp'][0]['rounds']} rounds")
     if options.quick:
         notes.append("quick: ≤ 60 s on 2 cores; small sizes and few rounds. Leave --quick out for figures")
-    return Report("collectives", {"collectives": rows}, summary, notes)
+    return Report("collectives", tables, summary, notes)
 
 
 def _measured(options: CollectivesOptions, op: str, nbytes: int) -> dict[str, Measured]:

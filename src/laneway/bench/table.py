@@ -64,6 +64,8 @@ COLUMNS = {
                    "over_best_fixed_low", "over_best_fixed_high"),
     "collectives": ("op", "message_bytes", "variant", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "floor_ms", "flat_over",
                     "flat_spread_over", "rack_over_vector", "host_over_vector", "error", "identical"),
+    "collectives_ddp": ("variant", "parameters", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "exposed_ms", "exposed_left",
+                        "exposed_left_low", "exposed_left_high", "rack_over_gradient", "host_over_gradient", "gradient_error"),
     "lora_summary": ("group", "runs", "alarms", "earlier", "same", "later", "missed", "shown"),
 }  # fmt: skip
 LEFT = (

@@ -77,13 +77,23 @@ class CheckpointStore:
         """
         return on_first("looking for the latest checkpoint", self.run.checkpoints, self._newest_good)
 
-    def load(self, step: int, state: dict[str, Any]) -> None:
+    def world_size(self, step: int) -> int:
+        """How many ranks saved the checkpoint of a step, as its manifest says."""
+        folder = atomic.locate(self.folder(step))
+        return on_first("reading a manifest", folder, lambda: manifest.check_sizes(folder, step).world_size)
+
+    def load(self, step: int, state: dict[str, Any], rank: int | None = None) -> None:
         """Verify the checkpoint of ``step``, then load it into ``state``.
 
         Tensors in ``state`` are filled in place (a DTensor takes its part, whatever the number of ranks was when it was saved)
         and must be those that were saved, by name, shape and dtype. Parts of ``state`` without tensors are replaced by what was
         saved: ``{"extras": None}`` gets whatever extras there were, tensors on the CPU. Top-level entries may be left out of
         ``state`` to load only a part. One tensor under two names must have been saved with one value.
+
+        Args:
+            step: whose checkpoint.
+            state: where to.
+            rank: whose values to take of those that each rank has its own of; None: this rank's.
 
         Raises:
             LanewayError: no such checkpoint, it is torn or damaged, or it does not fit ``state``; ``state`` is unchanged.
@@ -92,12 +102,12 @@ class CheckpointStore:
         self._same_step(what, step)
         folder = atomic.locate(self.folder(step))
         on_first(what, folder, lambda: self._verify_for_load(step))
-        loader = on_all(what, folder, lambda: _match(folder, state))
+        loader = on_all(what, folder, lambda: _match(folder, state, rank))
         dcp.load_tensors(loader.tensors, folder, what)
         loader.finish()
-        for rank, messages in enumerate(gather(what, loader.notices)):
+        for teller, messages in enumerate(gather(what, [] if rank is not None else loader.notices)):
             for message in messages:
-                self._notice(f"{_name(step)}, rank {rank}: {message}", step)
+                self._notice(f"{_name(step)}, rank {teller}: {message}", step)
 
     def load_latest(self, state: dict[str, Any]) -> int:
         """Load the newest good checkpoint (as ``load``) and return its step.
@@ -236,10 +246,10 @@ class CheckpointStore:
             self.notices.append(f"the notice could not be written to {self.run.events}: {error.strerror}")
 
 
-def _match(folder: Path, state: dict[str, Any]) -> Loader:
+def _match(folder: Path, state: dict[str, Any], rank: int | None) -> Loader:
     """Match ``state`` with what was saved. Raises LanewayError with the first few differences."""
     plain = json.loads((folder / PLAIN).read_bytes())
-    rank, _ = rank_and_size()
+    rank = rank_and_size()[0] if rank is None else rank
     own = plain["per_rank"][rank] if rank < len(plain["per_rank"]) else {}
     loader = Loader(state, plain["tree"], own, dcp.shapes(dcp.read_metadata(folder)))
     if loader.problems:

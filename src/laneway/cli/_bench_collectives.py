@@ -15,7 +15,7 @@ def collectives_job(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    ops: str = "all_reduce,reduce_scatter,all_gather",
+    ops: str = "all_reduce,reduce_scatter,all_gather,ddp_step",
     sizes_kb: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536),
     variants: str = "",
     racks: int = 2,
@@ -31,8 +31,8 @@ def collectives_job(
     Args:
         quick: at most 60 s on 2 cores: small sizes, few rounds.
         json: one JSON object on stdout.
-        save: append the rows to DIR/collectives.csv; without DIR to benchmarks/results of the source checkout.
-        ops: comma-separated: all_reduce, reduce_scatter, all_gather.
+        save: append the rows to DIR/collectives*.csv; without DIR to benchmarks/results of the source checkout.
+        ops: comma-separated: all_reduce, reduce_scatter, all_gather; ddp_step: forward and backward of a model under DDP.
         sizes_kb: of the whole vector, kB of 1024 bytes.
         variants: comma-separated; empty for all. flat must be among them.
         racks: of the network; racks hang on one core.

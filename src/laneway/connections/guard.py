@@ -2,11 +2,11 @@
 
 After each backward pass, with n the 2-norm of a path's gradient, m its moving average and e the ``factor``:
 
-    n > e·m           the path's gradient is multiplied by m / n, and m by 1 + ``release``
-    n ≤ e·m           nothing is touched, and m ← d·m + (1 − d)·n   (the plain mean over the first 1 / (1 − d) steps)
+    n > e·m     the path's gradient is multiplied by m / n; otherwise nothing is touched
+    m ← d·m + (1 − d)·min(n, e·m)     (the plain mean over the first 1 / (1 − d) steps)
 
-A path whose gradient has grown for good is thus let through again after a while. Gradients that are not finite are left to the
-loop, which skips the step; they move no average.
+A leap by L that lasts is let through after about ln(L) / ((1 − d)(e − 1)) steps, as a path that has grown must be. Gradients that
+are not finite are left to the loop, which skips the step; they move no average.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laneway.connections.agreement import SameDecision
 from laneway.connections.path_gradients import PathGradients
 from laneway.connections.paths import Path, paths_of
-from laneway.core import InputError, positive_int
+from laneway.core import InputError, Statistics, positive_int
 
 Tell = Callable[..., None]
 """Called as ``tell(kind, path=…, score=…, correction=…, …)`` for what a person should know."""
@@ -36,8 +37,8 @@ class PathNormGuard:
         factor: e, the leap that is not accepted; > 1.
         decay: d of the moving average, 0 to below 1.
         warmup: steps in which averages are gathered and nothing is changed, ≥ 1.
-        release: growth of an average in a step in which its path was scaled, ≥ 0.
         tell: told of what was done, see ``Tell``.
+        verify: compare a hash of each decision over the ranks, one step late, where a loop shares statistics.
 
     Raises:
         InputError: a value out of range, or a model without paths.
@@ -48,28 +49,31 @@ class PathNormGuard:
         model: nn.Module | Sequence[Path],
         factor: float = math.e,
         *,
-        decay: float = 0.95,
+        decay: float = 0.98,
         warmup: int = 20,
-        release: float = 1e-3,
         tell: Tell | None = None,
+        verify: bool = False,
     ) -> None:
         if not 1 < factor < math.inf:
             raise InputError("factor", factor, "a number > 1")
         if not 0 <= decay < 1:
             raise InputError("decay", decay, "a number from 0 to below 1")
-        if not 0 <= release < math.inf:
-            raise InputError("release", release, "a number ≥ 0")
-        self.factor, self.decay, self.warmup, self.release = factor, decay, positive_int("warmup", warmup), release
+        self.factor, self.decay, self.warmup = factor, decay, positive_int("warmup", warmup)
         self.gradients = PathGradients(paths_of(model) if isinstance(model, nn.Module) else model)
-        self.tell = tell
+        self.tell, self.agreement = tell, SameDecision("guard", verify)
         device = self.gradients.device
         self.mean = torch.zeros(len(self.gradients.paths), device=device)
         self.seen = torch.zeros(len(self.gradients.paths), device=device)
         self.purified = 0
         self._told: list[dict[str, Any]] = []
 
+    def share(self, statistics: Statistics) -> None:
+        """Hashes of decisions go with what the loop reduces anyway."""
+        self.agreement.share(statistics)
+
     def on_step_begin(self, step: int) -> None:
-        """Nothing yet."""
+        """Compare the last decision over the ranks, where that is on."""
+        self.agreement.compare(step)
 
     @torch.no_grad()
     def on_backward_end(self, step: int) -> None:
@@ -79,9 +83,10 @@ class PathNormGuard:
         fine = norms.isfinite() & (norms > 0)
         over = fine & (self.seen >= self.warmup) & (norms > self.factor * self.mean)
         scale = torch.where(over, self.mean / norms, 1.0)
-        self._average(norms, fine, over)
+        self._average(norms, fine)
         flagged = [path for path, flag in enumerate(over.tolist()) if flag]
         self.purified = len(flagged)
+        self.agreement.put([step, *flagged])
         for path in flagged:
             for view in self.gradients.of(path):
                 view.data.mul_(scale[path])
@@ -111,10 +116,10 @@ class PathNormGuard:
         self.mean.copy_(state["mean"])
         self.seen.copy_(state["seen"])
 
-    def _average(self, norms: Tensor, fine: Tensor, over: Tensor) -> None:
+    def _average(self, norms: Tensor, fine: Tensor) -> None:
         weight = (1 / (self.seen + 1)).clamp_min(1 - self.decay)
-        moved = torch.where(over, self.mean * (1 + self.release), self.mean + weight * (norms - self.mean))
-        self.mean = torch.where(fine, moved, self.mean)
+        seen = torch.where(self.seen < self.warmup, norms, torch.minimum(norms, self.factor * self.mean))
+        self.mean = torch.where(fine, self.mean + weight * (seen - self.mean), self.mean)
         self.seen += fine
 
 

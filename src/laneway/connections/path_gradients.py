@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from laneway.connections.paths import Path
+from laneway.connections.paths import Path, Piece
 from laneway.core import LanewayError
 
 
@@ -31,9 +31,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class View:
-    """A part of one path's gradient on this rank. ``offset``: place of its first element in the whole parameter."""
+    """A part of one path's gradient on this rank. ``offset``: place of its first element in its whole ``piece``."""
 
     path: int
+    piece: Piece
     data: Tensor
     offset: int
     counts: bool
@@ -52,11 +53,18 @@ class PathGradients:
         self.views: list[View] = []
         self._rows: dict[nn.Parameter, Rows] | None = None
         self._table: tuple[tuple[int, ...], Tensor] | None = None
+        self._owners: tuple[tuple[tuple[int, ...], tuple[int, ...]], Tensor] | None = None
 
     @property
     def sharded(self) -> bool:
         """Whether a sum takes a collective."""
+        self._known()
         return bool(self.groups)
+
+    @property
+    def share(self) -> float:
+        """Ranks that hold one copy of the gradients, as a part of all ranks; a sum over all ranks is to be multiplied by it."""
+        return math.prod(map(dist.get_world_size, self.groups)) / dist.get_world_size() if self.sharded else 1.0
 
     @property
     def device(self) -> torch.device:
@@ -65,13 +73,12 @@ class PathGradients:
 
     def look(self) -> None:
         """Find the gradients as they are now. Call it again after each backward pass: they are other tensors then."""
-        if self._rows is None:
-            self._rows = self._learn()
+        known = self._known()
         whole: dict[nn.Parameter, Tensor] = {}
         self.views = []
         for index, path in enumerate(self.paths):
             for piece in path.pieces:
-                parameter, rows = piece.parameter, self._rows[piece.parameter]
+                parameter, rows = piece.parameter, known[piece.parameter]
                 if (gradient := parameter.grad) is None:
                     continue
                 if parameter not in whole:
@@ -80,8 +87,8 @@ class PathGradients:
                 if stop <= start:
                     continue
                 data = whole[parameter] if (start, stop) == (0, rows.count) else whole[parameter][start:stop]
-                width = parameter.numel() // parameter.shape[0]
-                self.views.append(View(index, data, (rows.first + start) * width, rows.counts))
+                offset = (rows.first + start - piece.start) * piece.width
+                self.views.append(View(index, piece, data, offset, rows.counts))
 
     def of(self, path: int) -> list[View]:
         """The views of one path."""
@@ -89,11 +96,22 @@ class PathGradients:
 
     def norms(self) -> Tensor:
         """The 2-norm of each path, fp32 [paths]; 0 without a gradient, NaN or inf where one is or the square overflows."""
-        return self.reduce(self._per_view(2.0).square().sum(1)).sqrt()
+        return self.reduce(self.squares()).sqrt()
 
-    def largest(self) -> Tensor:
-        """The largest magnitude of each path, fp32 [paths]; NaN or inf where one is."""
-        return self.reduce(self._per_view(math.inf, counted=False).amax(1), dist.ReduceOp.MAX)
+    def squares(self) -> Tensor:
+        """What this rank adds to the squares of ``norms``."""
+        return self._per_view(2.0).square().sum(1)
+
+    def peaks(self) -> Tensor:
+        """The largest magnitude of each path on this rank, fp32 [paths]; NaN or inf where one is."""
+        return self._per_view(math.inf).amax(1)
+
+    def owners(self, paths: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """The path of each number where ``sizes`` numbers of each of ``paths`` lie one behind the other."""
+        if self._owners is None or self._owners[0] != (paths, sizes):
+            found = torch.repeat_interleave(torch.tensor(paths), torch.tensor(sizes)).to(self.device)
+            self._owners = (paths, sizes), found
+        return self._owners[1]
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Over the ranks that the gradients are sharded over, in place; left as it is where they are whole."""
@@ -101,15 +119,16 @@ class PathGradients:
             dist.all_reduce(values, op, group=group)
         return values
 
-    def _per_view(self, order: float, counted: bool = True) -> Tensor:
+    def _per_view(self, order: float) -> Tensor:
         """A norm of every view that counts, [paths, most views of a path], zero where there is none."""
-        views = [view for view in self.views if view.counts or not counted]
+        views = [view for view in self.views if view.counts]
         none = torch.zeros(1, device=self.device)
         if not views:
             return none.expand(len(self.paths), 1).clone()
-        norms = torch._foreach_norm([view.data for view in views], order, dtype=torch.float32)
+        wide = any(view.data.dtype == torch.float64 for view in views)
+        norms = torch._foreach_norm([view.data for view in views], order, dtype=torch.float64 if wide else torch.float32)
         # By index and in a fixed order: a scattered sum may differ in its last bits between two ranks.
-        return torch.cat([torch.stack(norms), none])[self._places(tuple(view.path for view in views))]
+        return torch.cat([torch.stack(norms).float(), none])[self._places(tuple(view.path for view in views))]
 
     def _places(self, owners: tuple[int, ...]) -> Tensor:
         if self._table is None or self._table[0] != owners:
@@ -120,6 +139,11 @@ class PathGradients:
             padded = [places + [len(owners)] * (width - len(places)) for places in of_path]
             self._table = owners, torch.tensor(padded, device=self.device)
         return self._table[1]
+
+    def _known(self) -> dict[nn.Parameter, Rows]:
+        if self._rows is None:
+            self._rows = self._learn()
+        return self._rows
 
     def _learn(self) -> dict[nn.Parameter, Rows]:
         parameters = list(dict.fromkeys(piece.parameter for path in self.paths for piece in path.pieces))

@@ -7,6 +7,7 @@ Paths of one **kind** play the same role in different layers: a kind is the name
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -28,6 +29,16 @@ class Piece:
     start: int
     stop: int
 
+    @property
+    def width(self) -> int:
+        """Numbers in a row."""
+        return math.prod(self.parameter.shape[1:])
+
+    @property
+    def elements(self) -> int:
+        """Numbers in it, over all ranks."""
+        return (self.stop - self.start) * self.width
+
 
 @dataclass(frozen=True)
 class Path:
@@ -40,7 +51,7 @@ class Path:
     @property
     def elements(self) -> int:
         """Numbers in it, over all ranks."""
-        return sum((p.stop - p.start) * (p.parameter.numel() // max(p.parameter.shape[0], 1)) for p in self.pieces)
+        return sum(piece.elements for piece in self.pieces)
 
 
 def paths_of(model: nn.Module) -> list[Path]:

@@ -15,6 +15,7 @@ from laneway.data.text import check as check_text
 from laneway.memory.config import LOSSY, MemoryConfig
 from laneway.models.gpt import GPTConfig
 from laneway.train.control_config import ControlConfig
+from laneway.train.reduction_config import ReductionConfig
 
 PRECISIONS = ("fp32", "bf16")
 PARALLEL = ("auto", "none", "ddp", "fsdp")
@@ -35,12 +36,18 @@ CADENCE = frozenset(
         "data.cache",
         "data.verify",
         "data.rebuild",
+        "control.verify_ranks",
         # Where bytes are: the numbers stay, bit for bit.
         *(f"memory.{field.name}" for field in fields(MemoryConfig) if field.name not in LOSSY),
     }
 )
 # … and how the same arithmetic is laid out: the curve stays the same to rounding, no longer bit for bit.
-LAYOUT = frozenset({"device", "compile", "activation_checkpointing", "recompute_streams", "parallel", "micro_batch_size"})
+LAYOUT = frozenset(
+    {
+        *("device", "compile", "activation_checkpointing", "recompute_streams", "parallel", "micro_batch_size"),
+        *(f"reduction.{name}" for name in ("over", "topology", "chunk_bytes", "shard")),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ class TrainConfig:
     """What may leave the device."""
     control: ControlConfig = field(default_factory=ControlConfig)
     """What watches over the streams and their gradients."""
+    reduction: ReductionConfig = field(default_factory=ReductionConfig)
+    """How gradients go over the network."""
     steps: int = 1000
     """Optimizer steps; 0 builds everything, validates once, saves and exports."""
     batch_size: int = 32
@@ -137,7 +146,7 @@ class TrainConfig:
     def problems(self, world_size: int = 1) -> list[InputError]:
         """Everything that is wrong with the configuration, one error a field, for a run on ``world_size`` ranks."""
         found = [*self.model.problems("model"), *self.optimizer.problems("optimizer"), *self.memory.problems("memory")]
-        found += self.control.problems("control")
+        found += [*self.control.problems("control"), *self.reduction.problems("reduction")]
         counts = {"steps": 0, "batch_size": 1, "log_every": 1, "keep_checkpoints": 1, "max_nonfinite": 1}
         counts |= dict.fromkeys(("seed", "probe_every", "validate_every", "checkpoint_every", "sample_tokens"), 0)
         counts |= {"validation_batches": 1, "max_failed_checkpoints": 0}
@@ -152,6 +161,7 @@ class TrainConfig:
                 self._check_prompt,
                 self._check_recompute,
                 lambda: self._check_parts(world_size),
+                lambda: self._check_reduction(world_size),
             ]
         )
         return found
@@ -169,6 +179,19 @@ class TrainConfig:
         if self.recompute_streams and (self.compile or self.activation_checkpointing):
             other = "compile" if self.compile else "activation_checkpointing"
             raise InputError("recompute_streams", True, f"false beside {other}, which decides for whole blocks what is kept")
+
+    def _check_reduction(self, world_size: int) -> None:
+        """Levels take several ranks, sharding inside hosts FSDP2, and dropping an all-reduce at the outermost level."""
+        reduction = self.reduction
+        if not reduction.levels:
+            return
+        if world_size == 1:
+            hint = "start several with torchrun --nproc-per-node N"
+            raise InputError("reduction.over", "levels", "flat with one process", hint)
+        if reduction.shard == "hosts" and self.parallel != "fsdp":
+            raise InputError("reduction.shard", "hosts", f"all with parallel = {self.parallel}", "--parallel fsdp")
+        if reduction.drop and self.parallel == "fsdp" and reduction.shard == "all":
+            raise InputError("reduction.drop", reduction.drop, "0 where fsdp shards over all ranks", "--reduction.shard hosts")
 
     def _check_parts(self, world_size: int) -> None:
         """Gradients and parameters leave the device only where nobody else looks after them."""

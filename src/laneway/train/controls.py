@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from laneway.connections.guard import PathNormGuard, Tell
+from laneway.connections.purify import GradientPurifier
 from laneway.core import Extension
 from laneway.train.control_config import ControlConfig
 from laneway.train.parallel import Parallel
@@ -21,5 +22,16 @@ def build_controls(config: ControlConfig, parallel: Parallel, tell: Tell) -> lis
     """
     found: list[Extension] = []
     if config.norm_guard:
-        found.append(PathNormGuard(parallel.model, config.norm_guard, tell=tell))
+        found.append(PathNormGuard(parallel.model, config.norm_guard, tell=tell, verify=config.verify_ranks))
+    if config.purify_every:
+        found.append(
+            GradientPurifier(
+                parallel.model,
+                config.purify_every,
+                sample=config.purify_sample,
+                screen=config.purify_screen,
+                tell=tell,
+                verify=config.verify_ranks,
+            )
+        )
     return found

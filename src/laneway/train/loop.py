@@ -157,6 +157,10 @@ class _Training:
 
     def run(self, resume: bool, layout: list[str]) -> TrainResult:
         """Begin or resume (with other values of the fields in ``layout``), loop, finish."""
+        with self.bench.parallel.at_work():
+            return self._run(resume, layout)
+
+    def _run(self, resume: bool, layout: list[str]) -> TrainResult:
         self._begin(resume)
         if layout:
             self._notice(f"{', '.join(layout)} changed: the run goes on equal to rounding, not bit for bit")
@@ -268,7 +272,7 @@ class _Training:
             row |= self._validation_row(self._validate())
         if probing or validating or _due(step, config.log_every):
             row |= self.clock.take() | {"peak_bytes": peak_bytes(self.ranks.device)}
-            row |= self.bench.memory.row()
+            row |= self.bench.memory.row() | self.bench.parallel.row()
             self.writer.write(step, row)
         self._tell_of_a_full_disk()
         self.display.step(step, row)

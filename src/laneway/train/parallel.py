@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +21,7 @@ from laneway.models.gpt import GPT
 from laneway.strategy.data_parallel import own_buffers
 from laneway.train.config import TrainConfig
 from laneway.train.ranks import Ranks
+from laneway.train.reduction import RunReduction
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Parallel:
     precision: str
     device: torch.device
     compiled: bool
+    reduction: RunReduction | None = None
 
     def autocast(self) -> torch.autocast | nullcontext[None]:
         """bf16 sub-layers over fp32 parameters. FSDP2 casts by its own policy instead."""
@@ -71,6 +73,26 @@ class Parallel:
             if isinstance(self.model, FSDPModule):
                 self.model.reshard()
 
+    def row(self) -> dict[str, int]:
+        """For the metrics: what the reducer sent, if there is one."""
+        return {} if self.reduction is None else self.reduction.row()
+
+    @contextmanager
+    def at_work(self) -> Generator[None]:
+        """Around a run's steps: afterwards the reducer's threads have ended."""
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if self.reduction is not None:
+                self.reduction.close(wait=done)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same shard."""
+        return self.reduction.copies if self.kind == "fsdp" and self.reduction is not None else 1
+
     @property
     def shares_forward(self) -> bool:
         """Whether a forward of the bare model takes every rank (its weights lie on all of them)."""
@@ -102,19 +124,22 @@ def parallelise(model: GPT, config: TrainConfig, ranks: Ranks) -> Parallel:
         for block in model.blocks:
             block.compile()
     call: nn.Module = model
+    reduction = RunReduction(config.reduction, ranks) if config.reduction.levels and kind != "none" else None
     if kind == "ddp":
         devices = None if ranks.device.type == "cpu" else [ranks.device.index]
         call = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **own_buffers())
     elif kind == "fsdp":
-        _shard(model, config, ranks)
-    return Parallel(model, call, kind, config.precision, ranks.device, config.compile)
+        _shard(model, config, ranks, None if reduction is None else reduction.mesh())
+    if reduction is not None:
+        reduction.attach(call)
+    return Parallel(model, call, kind, config.precision, ranks.device, config.compile, reduction)
 
 
-def _shard(model: GPT, config: TrainConfig, ranks: Ranks) -> None:
+def _shard(model: GPT, config: TrainConfig, ranks: Ranks, hosts: DeviceMesh | None) -> None:
     """FSDP2: connections first (their parameters stay fp32), then each block, then what is left at the root."""
     # FSDP2 warns of in-place changes to a view that a module returned; ours are returned by ops and never changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    mesh = hosts or init_device_mesh(ranks.device.type, (ranks.world_size,))
     low = torch.bfloat16 if config.precision == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     shard_connections(model, mesh)

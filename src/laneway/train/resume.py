@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from laneway.checkpoint import CheckpointStore, capture, capture_rng, restore, restore_rng
+from laneway.checkpoint import CheckpointStore, PerRank, capture, capture_rng, restore, restore_rng
 from laneway.core import Extension, InputError, LanewayError
 from laneway.rundir import RunDirectory
 from laneway.train.config import CADENCE, LAYOUT, TrainConfig
+from laneway.train.ranks import Ranks
 from laneway.train.settings import differences, merge
 from laneway.train.workbench import Workbench
 
@@ -43,7 +44,9 @@ def save_state(store: CheckpointStore, step: int, bench: Workbench, extensions: 
         "extensions": [extension.state_dict() for extension in extensions],
         "statistics": bench.stepper.shared.state_dict(),
     }
-    store.save(step, capture(bench.parallel.model, bench.optimizer, extras, per_rank={"rng": capture_rng()}))
+    reduction = bench.parallel.reduction
+    per_rank = {"rng": capture_rng(), **({} if reduction is None else reduction.state_dict())}
+    store.save(step, capture(bench.parallel.model, bench.optimizer, extras, per_rank=per_rank))
 
 
 def load_state(store: CheckpointStore, step: int, bench: Workbench, extensions: Sequence[Extension]) -> None:
@@ -67,8 +70,22 @@ def load_state(store: CheckpointStore, step: int, bench: Workbench, extensions: 
     bench.stepper.shared.load_state_dict(extras.get("statistics", {}))
     for extension, state in zip(extensions, states, strict=True):
         extension.load_state_dict(state)
+    if bench.parallel.reduction is not None:
+        others = _of_ranks_gone(store, step, bench.stepper.ranks)
+        bench.parallel.reduction.load_state_dict(restored.per_rank, others)
     if restored.per_rank is not None:  # a rank that was not there when it was saved keeps its fresh generators
         restore_rng(restored.per_rank["rng"])
+
+
+def _of_ranks_gone(store: CheckpointStore, step: int, ranks: Ranks) -> list[dict[str, Any]]:
+    """What ranks kept for themselves that there no longer are, each given to one that there is."""
+    saved = store.world_size(step)
+    found = []
+    for first in range(ranks.world_size, saved, ranks.world_size):
+        state: dict[str, Any] = {"per_rank": PerRank(None)}
+        store.load(step, state, rank=min(first + ranks.rank, saved))
+        found.append(state["per_rank"].value)
+    return [each for each in found if each is not None]
 
 
 def _show(value: Any) -> str:

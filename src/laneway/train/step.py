@@ -109,7 +109,8 @@ class Stepper:
         shared.put(LOSS, loss / self.ranks.world_size)
         shared.put(STOP, float(stopping))
         if sharded:
-            shared.put(SQUARES, self.memory.repeat(lambda: get_total_norm([local(grad) for grad in gradients]).square()))
+            squares = self.memory.repeat(lambda: get_total_norm([local(grad) for grad in gradients]).square())
+            shared.put(SQUARES, squares / self.parallel.copies)
         shared.start()
         norm = loss if sharded else self.memory.repeat(lambda: get_total_norm(gradients).to(loss))
         shared.finish()

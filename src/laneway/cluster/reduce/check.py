@@ -12,6 +12,7 @@ from torch import Tensor
 from laneway.cluster.reduce.bound import error_bound
 from laneway.cluster.reduce.checks import agree
 from laneway.cluster.reduce.reducer import HierarchicalReducer
+from laneway.cluster.reduce.scheme import ReductionScheme, schemes_of
 from laneway.core import LanewayError, positive_int
 
 __all__ = ["check_reducer"]
@@ -34,27 +35,29 @@ def check_reducer(reducer: HierarchicalReducer, *, length: int = 1009, device: s
         LanewayError: on every rank, which result was wrong on which ranks.
     """
     positive_int("length", length)
-    scheme = reducer.scheme
-    if scheme.levels and scheme.levels[-1].drop:
-        reducer.set_scheme(replace(scheme, levels=(*scheme.levels[:-1], replace(scheme.levels[-1], drop=0.0))))
+    given, wrong = reducer.scheme, []
     try:
-        wrong = [name for name, holds in _results(reducer, length, torch.device(device)) if not holds]
+        for scheme in schemes_of(given):
+            kept = scheme if scheme.flat else replace(scheme, levels=(*scheme.levels[:-1], replace(scheme.levels[-1], drop=0.0)))
+            if kept != reducer.scheme:
+                reducer.set_scheme(kept)
+            wrong += [name for name, holds in _results(reducer, kept, length, torch.device(device)) if not holds]
     finally:
-        if scheme != reducer.scheme:
-            reducer.set_scheme(scheme)
+        if given != reducer.scheme:
+            reducer.set_scheme(given)
     told: list[list[str]] = [[] for _ in range(reducer.groups.world)]
     dist.all_gather_object(told, wrong, group=reducer.groups.flat)
     by_rank = dict(zip(reducer.groups.places.order, told, strict=True))
     if any(told):
         found = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in sorted(by_rank.items()) if names)
-        raise LanewayError(f"reductions are wrong with the scheme {scheme} ({found})")
+        raise LanewayError(f"reductions are wrong with the scheme {given} ({found})")
 
 
-def _results(reducer: HierarchicalReducer, length: int, device: torch.device) -> list[tuple[str, bool]]:
+def _results(reducer: HierarchicalReducer, scheme: ReductionScheme, length: int, device: torch.device) -> list[tuple[str, bool]]:
     world, rank = reducer.groups.world, reducer.groups.rank
     vectors = [_numbers(of, world * length).to(device) for of in range(world)]
     exact = torch.stack(vectors).double().sum(0)
-    within = _tolerance(reducer, vectors)
+    within = _tolerance(reducer, scheme, vectors)
     part = slice(rank * length, (rank + 1) * length)
     found = []
     for op, divisor in (("sum", 1), ("mean", world)):
@@ -72,12 +75,12 @@ def _numbers(rank: int, length: int) -> Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(9176 + rank))
 
 
-def _tolerance(reducer: HierarchicalReducer, vectors: list[Tensor]) -> Callable[..., bool]:
+def _tolerance(reducer: HierarchicalReducer, scheme: ReductionScheme, vectors: list[Tensor]) -> Callable[..., bool]:
     magnitudes = torch.stack(vectors).double().abs()
     scale = magnitudes.sum(0)
-    if any(level.wire == "int8" for level in reducer.scheme.levels):
+    if any(level.wire == "int8" for level in scheme.levels):
         scale = magnitudes.amax(1).sum().expand_as(scale)
-    allowed = scale * (error_bound(reducer.scheme, reducer.groups.sizes) + RESULT_ROUNDING)
+    allowed = scale * (error_bound(scheme, reducer.groups.sizes) + RESULT_ROUNDING)
 
     def within(result: Tensor, exact: Tensor, part: slice = slice(None)) -> bool:
         return bool(((result - exact).abs() <= allowed[part]).all())

@@ -41,6 +41,10 @@ def sum_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _pass_by() -> None:
+    """At a stage that a piece has no business with."""
+
+
 class Piece:
     """Numbers that go up the levels, each rank with an ever smaller part of them, and come down again.
 
@@ -127,9 +131,13 @@ class Piece:
 
     def steps(self) -> list[Step]:
         """What to do at each stage: the levels at which this rank has a group, and the outermost one in any case."""
-        ups: list[Step] = [(level, "up", partial(self.up, level)) for level in self.inner]
-        downs: list[Step] = [(level, "down", partial(self.down, level)) for level in reversed(self.inner)]
+        staged = self.plan.staged
+        ups: list[Step] = [(level, "up", self._at(level, self.up)) for level in staged]
+        downs: list[Step] = [(level, "down", self._at(level, self.down)) for level in reversed(staged)]
         return [*ups, (self.top, "top", self.turn), *downs]
+
+    def _at(self, level: int, call: Callable[[int], None]) -> Callable[[], None]:
+        return partial(call, level) if level in self.inner else _pass_by
 
     def finish(self, total: Tensor, out: Tensor) -> None:
         """Divide a sum, still in the sum's type, and put it where it belongs."""

@@ -12,7 +12,7 @@ from laneway.cluster.reduce.places import Places
 from laneway.cluster.reduce.rounds import bounds_of
 from laneway.cluster.reduce.scheme import LevelScheme, ReductionScheme
 
-__all__ = ["Links", "Plan"]
+__all__ = ["Links", "Plan", "Way"]
 
 
 class Links:
@@ -42,6 +42,7 @@ class Plan:
         first: the innermost level that joins ranks anywhere: further out everything is in the sum's type, on every rank.
         order: the rank whose part of a reduce-scatter or all-gather stands first, second, … in the packed vector; empty where
             groups are ragged.
+        staged: inner levels at which this rank has a group, and so a stage of the pipeline.
     """
 
     scheme: ReductionScheme
@@ -49,14 +50,20 @@ class Plan:
     down: tuple[Leg | None, ...]
     first: int
     order: tuple[int, ...]
+    staged: tuple[int, ...]
 
     @classmethod
     def make(cls, scheme: ReductionScheme, places: Places, links: Links) -> Plan:
         """The legs of a scheme."""
         up = tuple(map(_leg, links.up, scheme.levels, places.widths))
         down = tuple(map(_leg, links.down, scheme.levels, places.widths))
-        first = next((level for level, size in enumerate(places.sizes) if size > 1), 0)
-        return cls(scheme, up, down, first, _packed_order(scheme, places))
+        staged = tuple(level for level, leg in enumerate(up[:-1]) if leg is not None)
+        return cls(scheme, up, down, _first(places, 0), _packed_order(scheme, places), staged)
+
+    def from_level(self, level: int, places: Places) -> Plan:
+        """The same without the levels inside that one: ranks that act for different members of it reduce with their like."""
+        nobody = (None,) * level
+        return replace(self, up=nobody + self.up[level:], down=nobody + self.down[level:], first=_first(places, level))
 
     def for_parts(self, *, exact: bool) -> Plan:
         """The same for reduce-scatter and all-gather: a tree has no parts to share out, so that members exchange directly
@@ -69,6 +76,11 @@ class Plan:
         up = tuple(leg and replace(leg, scheme=level) for leg, level in zip(self.up, levels, strict=True))
         down = tuple(leg and replace(leg, scheme=level) for leg, level in zip(self.down, levels, strict=True))
         return replace(self, scheme=replace(self.scheme, levels=tuple(levels)), up=up, down=down)
+
+
+def _first(places: Places, level: int) -> int:
+    """The innermost level, from that one outwards, that joins ranks anywhere."""
+    return next((each for each in range(level, len(places.sizes)) if places.sizes[each] > 1), level)
 
 
 def _leg(link: Link | None, scheme: LevelScheme, width: int) -> Leg | None:
@@ -95,3 +107,26 @@ def _order_of(tori: tuple[tuple[int, ...], ...], places: Places) -> tuple[int, .
             start, stop = start + first, start + last
         order[start] = rank
     return tuple(order)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A scheme with its plans on this rank; a flat one has none.
+
+    Attributes:
+        scheme: the scheme.
+        reducing, scattering, gathering: of an all-reduce, a reduce-scatter and an all-gather.
+    """
+
+    scheme: ReductionScheme
+    reducing: Plan | None = None
+    scattering: Plan | None = None
+    gathering: Plan | None = None
+
+    @classmethod
+    def make(cls, scheme: ReductionScheme, places: Places, links: Links) -> Way:
+        """All plans of a scheme."""
+        if scheme.flat:
+            return cls(scheme)
+        plan = Plan.make(scheme, places, links)
+        return cls(scheme, plan, plan.for_parts(exact=False), plan.for_parts(exact=True))

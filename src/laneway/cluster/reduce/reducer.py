@@ -15,11 +15,12 @@ from laneway.cluster.reduce.buffers import Pool
 from laneway.cluster.reduce.checks import agree, check_scheme, matching, summable, vector
 from laneway.cluster.reduce.flat import Flat
 from laneway.cluster.reduce.groups import LevelGroups
+from laneway.cluster.reduce.legs import Leg
 from laneway.cluster.reduce.pieces import Dropper, Gathered, Piece, Reduced, Scattered
 from laneway.cluster.reduce.pipeline import Pipeline
 from laneway.cluster.reduce.places import split
-from laneway.cluster.reduce.plan import Links, Plan
-from laneway.cluster.reduce.scheme import FLAT, ReductionScheme
+from laneway.cluster.reduce.plan import Links, Plan, Way
+from laneway.cluster.reduce.scheme import FLAT, LevelScheme, ReductionScheme, SchemeTable, schemes_of
 from laneway.cluster.reduce.work import Observer, ReductionError, Timing, Work
 from laneway.core import InputError, LanewayError, choice
 
@@ -48,7 +49,7 @@ class HierarchicalReducer:
 
     Args:
         groups: of all levels.
-        scheme: how to go over them; `FLAT`: one native collective over all ranks.
+        scheme: how to go over them, or a table of schemes by the vector's bytes; `FLAT`: one native collective over all ranks.
         debug: check at each call that all ranks ask for the same, with a small collective.
 
     Attributes:
@@ -60,7 +61,7 @@ class HierarchicalReducer:
         InputError: a scheme that doesn't fit the groups.
     """
 
-    def __init__(self, groups: LevelGroups, scheme: ReductionScheme = FLAT, *, debug: bool = False) -> None:
+    def __init__(self, groups: LevelGroups, scheme: ReductionScheme | SchemeTable = FLAT, *, debug: bool = False) -> None:
         self.groups, self.debug = groups, debug
         self.dropper: Dropper | None = None
         self.observers: list[Observer] = []
@@ -72,8 +73,8 @@ class HierarchicalReducer:
         self._use(scheme)
 
     @property
-    def scheme(self) -> ReductionScheme:
-        """How it goes over the levels."""
+    def scheme(self) -> ReductionScheme | SchemeTable:
+        """How it goes over the levels, as it was given."""
         return self._scheme
 
     @property
@@ -81,48 +82,61 @@ class HierarchicalReducer:
         """Bytes that this rank sent over each level so far; those of flat collectives aren't in it."""
         return self._links.sent()
 
-    def set_scheme(self, scheme: ReductionScheme) -> None:
+    def set_scheme(self, scheme: ReductionScheme | SchemeTable) -> None:
         """Another scheme from the next call on; what is under way ends as it began. All ranks must do so between the same calls.
 
         Raises:
             InputError: it doesn't fit the groups.
             LanewayError: under `debug`, another scheme than on other ranks.
         """
-        check_scheme(scheme, self.groups)
+        self._check(scheme)
         self._agree("scheme", scheme)
         self._use(scheme)
 
     @overload
-    def all_reduce(self, tensor: Tensor, *, op: str = ..., key: Any = ..., async_op: Literal[False] = ...) -> Tensor: ...
+    def all_reduce(
+        self, tensor: Tensor, *, op: str = ..., key: Any = ..., first: int = ..., async_op: Literal[False] = ...
+    ) -> Tensor: ...
     @overload
-    def all_reduce(self, tensor: Tensor, *, op: str = ..., key: Any = ..., async_op: Literal[True]) -> Work: ...
+    def all_reduce(self, tensor: Tensor, *, op: str = ..., key: Any = ..., first: int = ..., async_op: Literal[True]) -> Work: ...
 
-    def all_reduce(self, tensor: Tensor, *, op: str = "sum", key: Any = None, async_op: bool = False) -> Tensor | Work:
+    def all_reduce(
+        self, tensor: Tensor, *, op: str = "sum", key: Any = None, first: int = 0, async_op: bool = False
+    ) -> Tensor | Work:
         """Sum or average a tensor over all ranks, in place.
 
         Args:
             tensor: contiguous, of a float type, the same shape on all ranks; any size.
             op: "sum" or "mean".
             key: what the dropper calls this vector; it gets (key, start, stop).
+            first: innermost level to go over: 1 where the members of a host hold different parts of a vector (after
+                `scatter_inside`), so that each is summed with its like in other hosts. A mean is over all ranks all the same. A
+                flat scheme then goes over each level with its native collective.
             async_op: return at once; the tensor must be left alone until the work is done.
 
         Returns:
             The tensor, or the work that leads to it.
 
         Raises:
-            InputError: an integer type, a tensor with gaps, another op, a scheme that drops and no dropper.
+            InputError: an integer type, a tensor with gaps, another op, a scheme that drops and no dropper; `first` on ragged
+                groups.
             ReductionError: a collective failed; the tensor's content is lost.
         """
         numbers = summable("tensor", tensor)
         divisor = self._begin("all_reduce", op, numbers)
-        if self._scheme.levels and self._scheme.levels[-1].drop and self.dropper is None:
-            raise InputError("scheme.drop", self._scheme.levels[-1].drop, "0 without a dropper", "set reducer.dropper first")
+        if first:
+            self._check_part("first", first)
+        way = self._way(numbers.nbytes)
+        if way.scheme.levels and way.scheme.levels[-1].drop and self.dropper is None:
+            raise InputError("scheme.drop", way.scheme.levels[-1].drop, "0 without a dropper", "set reducer.dropper first")
         if not numbers.numel():
             return Work(tensor, 0) if async_op else tensor
-        if self._scheme.flat:
+        if first:
+            return self._send(self._reduced(numbers, divisor, key, self._outer(way, first)), tensor, async_op)
+        if way.reducing is None:
             found = self._flat.all_reduce(numbers, divisor, async_op)
             return found if isinstance(found, Work) else tensor
-        return self._send(self._reduced(numbers, divisor, key), tensor, async_op)
+        return self._send(self._reduced(numbers, divisor, key, way.reducing), tensor, async_op)
 
     @overload
     def reduce_scatter(
@@ -156,19 +170,53 @@ class HierarchicalReducer:
         matching(given, out, self.groups.world, "input")
         if not out.numel():
             return Work(output, 0) if async_op else output
-        rows = given.view(self.groups.world, -1)
-        if self._scheme.flat:
+        rows, way = given.view(self.groups.world, -1), self._way(given.nbytes)
+        if way.reducing is None or way.scattering is None:
             found = self._flat.reduce_scatter(out, rows, divisor, async_op)
             return found if isinstance(found, Work) else output
         if self.groups.places.ragged:
             copy = given.clone()
             mine = copy.view_as(rows)[self.groups.rank]
-            return self._send(self._reduced(copy, divisor, key), output, async_op, lambda: out.copy_(mine))
+            return self._send(self._reduced(copy, divisor, key, way.reducing), output, async_op, lambda: out.copy_(mine))
         pieces = [
-            Scattered(self._scattering, rows[:, start:stop], out[start:stop], self._pool, divisor)
-            for start, stop in self._columns(out.numel(), given.itemsize)
+            Scattered(way.scattering, rows[:, start:stop], out[start:stop], self._pool, divisor)
+            for start, stop in self._columns(way, out.numel(), given.itemsize)
         ]
         return self._send(pieces, output, async_op)
+
+    def scatter_inside(self, output: Tensor, input: Tensor) -> Tensor:
+        """Sum `input` over the members of the innermost level alone; member i gets part i of as many equal parts.
+
+        It runs in the calling thread, by the scheme's innermost algorithm (a direct exchange in a flat scheme), and not beside
+        another reduction that goes over that level.
+
+        Args:
+            output, input: contiguous, of the same float type; `input` has as many times as many elements as the level has
+                members, and is spoilt.
+
+        Raises:
+            InputError: types or sizes that don't fit, ragged groups.
+            ReductionError: a collective failed.
+        """
+        given, out = summable("input", input), summable("output", output)
+        self._begin("scatter_inside", "sum", given)
+        self._check_part("first", 0)
+        members = len(self.groups.ranks[0])
+        matching(given, out, members, "input")
+        link = self._links.up[0]
+        if link is None:
+            return output.copy_(input.view_as(output))
+        if out.numel():
+            plan = self._way(given.nbytes).scattering
+            level = LevelScheme() if plan is None else plan.scheme.levels[0]
+            level = level if level.algorithm == "ring" else LevelScheme(wire=level.wire)  # a torus has its parts in another order
+            leg = Leg(link, level, members)
+            piece = Piece(Plan(ReductionScheme((level,)), (leg,), (leg,), 0, (), ()), given, self._pool, 1)
+            bounds = split(given.numel(), members)
+            self._sent += 1
+            self._step(self._sent, 0, "up", lambda: piece.finish(piece.scatter(leg, given, bounds), out))
+            piece.release()
+        return output
 
     @overload
     def all_gather(self, output: Tensor, input: Tensor, *, async_op: Literal[False] = ...) -> Tensor: ...
@@ -194,13 +242,14 @@ class HierarchicalReducer:
         if not given.numel():
             return Work(output, 0) if async_op else output
         given, rows = given.view(torch.uint8), out.view(torch.uint8).view(self.groups.world, -1)
-        if self._scheme.flat or self.groups.places.ragged:
+        way = self._way(out.nbytes)
+        if way.gathering is None or self.groups.places.ragged:
             found = self._flat.all_gather(rows, given, async_op)
             return found if isinstance(found, Work) else output
-        row = self._gathering.order.index(self.groups.rank)
+        row = way.gathering.order.index(self.groups.rank)
         pieces = [
-            Gathered(self._gathering, given[start:stop], rows[:, start:stop], self._pool, row)
-            for start, stop in self._columns(given.numel(), 1)
+            Gathered(way.gathering, given[start:stop], rows[:, start:stop], self._pool, row)
+            for start, stop in self._columns(way, given.numel(), 1)
         ]
         return self._send(pieces, output, async_op)
 
@@ -212,12 +261,19 @@ class HierarchicalReducer:
         """
         self._pipeline.close(wait=wait)
 
-    def _use(self, scheme: ReductionScheme) -> None:
-        check_scheme(scheme, self.groups)
+    def _check(self, scheme: ReductionScheme | SchemeTable) -> None:
+        for each in schemes_of(scheme):
+            check_scheme(each, self.groups)
+
+    def _use(self, scheme: ReductionScheme | SchemeTable) -> None:
+        self._check(scheme)
         self._scheme = scheme
-        if not scheme.flat:
-            self._plan = Plan.make(scheme, self.groups.places, self._links)
-            self._scattering, self._gathering = self._plan.for_parts(exact=False), self._plan.for_parts(exact=True)
+        self._ways = {each: Way.make(each, self.groups.places, self._links) for each in schemes_of(scheme)}
+
+    def _way(self, nbytes: int) -> Way:
+        """How a vector of that size goes."""
+        scheme = self._scheme
+        return self._ways[scheme.at(nbytes) if isinstance(scheme, SchemeTable) else scheme]
 
     def _begin(self, kind: str, op: str, numbers: Tensor) -> int:
         """What to divide by, once everything is in order."""
@@ -233,19 +289,33 @@ class HierarchicalReducer:
         if self.debug:
             agree(self.groups.flat, (kind, asked), f"the ranks ask for different things: here {kind} of {asked}")
 
-    def _reduced(self, numbers: Tensor, divisor: int, key: Any) -> list[Reduced]:
-        chunk, count = self._scheme.chunk_bytes, numbers.numel()
+    def _check_part(self, field: str, first: int) -> None:
+        """Whether some levels can be gone over without the others."""
+        if first not in range(len(self.groups.names)):
+            raise InputError(field, first, f"a level, 0 to {len(self.groups.names) - 1}")
+        if self.groups.places.ragged:
+            raise InputError(field, first, "groups of one size at each level: these are ragged")
+
+    def _outer(self, way: Way, first: int) -> Plan:
+        """The plan of the levels from that one outwards."""
+        places, plan = self.groups.places, way.reducing
+        if plan is None:
+            plan = Plan.make(ReductionScheme((LevelScheme("native"),) * len(self.groups.names)), places, self._links)
+        return plan.from_level(first, places)
+
+    def _reduced(self, numbers: Tensor, divisor: int, key: Any, plan: Plan) -> list[Reduced]:
+        chunk, count = plan.scheme.chunk_bytes, numbers.numel()
         pieces = max(1, numbers.nbytes // chunk) if chunk else 1
         unit = math.prod(self.groups.places.widths)
         each = -(-count // (pieces * unit)) * unit
         return [
-            Reduced(self._plan, numbers[start : start + each], self._pool, divisor, self.dropper, key, start)
+            Reduced(plan, numbers[start : start + each], self._pool, divisor, self.dropper, key, start)
             for start in range(0, count, each)
         ]
 
-    def _columns(self, length: int, itemsize: int) -> list[tuple[int, int]]:
+    def _columns(self, way: Way, length: int, itemsize: int) -> list[tuple[int, int]]:
         """Pieces of every rank's part."""
-        chunk = self._scheme.chunk_bytes
+        chunk = way.scheme.chunk_bytes
         pieces = max(1, self.groups.world * length * itemsize // chunk) if chunk else 1
         return split(length, min(pieces, length))
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from laneway.core import InputError, choice, positive_int
 
-__all__ = ["ALGORITHMS", "FLAT", "WIRES", "LevelScheme", "ReductionScheme"]
+__all__ = ["ALGORITHMS", "FLAT", "WIRES", "LevelScheme", "ReductionScheme", "SchemeTable", "schemes_of"]
 
 ALGORITHMS = ("native", "ring", "tree", "all_to_all", "torus")
 """Within one level: the backend's own collective, a ring, a tree, an exchange with every member and a local sum, or rings along
@@ -110,6 +111,57 @@ class ReductionScheme:
 
 
 FLAT = ReductionScheme()
+
+
+@dataclass(frozen=True)
+class SchemeTable:
+    """A scheme for each size of vector: small ones go flat, where a hierarchy only adds steps.
+
+    Attributes:
+        rows: (bytes, scheme), ascending and from 0: the scheme of vectors of so many bytes and more.
+
+    Raises:
+        InputError: no row, or bounds that don't begin at 0 and ascend.
+    """
+
+    rows: tuple[tuple[int, ReductionScheme], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple((bound, scheme) for bound, scheme in self.rows))
+        bounds = [bound for bound, _ in self.rows]
+        if not bounds or bounds[0] != 0 or any(low >= high for low, high in pairwise(bounds)):
+            raise InputError("rows", bounds, "bytes from which on each scheme is used, ascending and from 0")
+        for _, scheme in self.rows:
+            if not isinstance(scheme, ReductionScheme):
+                raise InputError("rows", scheme, "a ReductionScheme for each bound")
+
+    def at(self, nbytes: int) -> ReductionScheme:
+        """The scheme of a vector of that size."""
+        return next(scheme for bound, scheme in reversed(self.rows) if nbytes >= bound)
+
+    def __str__(self) -> str:
+        return "; ".join(f"from {bound}: {scheme}" for bound, scheme in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {"rows": [[bound, scheme.to_dict()] for bound, scheme in self.rows]}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> SchemeTable:
+        """Undo of `to_dict`.
+
+        Raises:
+            InputError: no such mapping, or a value out of range.
+        """
+        rows = _known("table", given, cls).get("rows")
+        if not isinstance(rows, list | tuple) or any(not isinstance(row, list | tuple) or len(row) != 2 for row in rows):
+            raise InputError("table.rows", rows, "a list of [bytes, scheme]")
+        return cls(tuple((positive_int("table.rows", bound, 0), ReductionScheme.from_dict(scheme)) for bound, scheme in rows))
+
+
+def schemes_of(given: ReductionScheme | SchemeTable) -> tuple[ReductionScheme, ...]:
+    """The scheme, or those of a table."""
+    return tuple(scheme for _, scheme in given.rows) if isinstance(given, SchemeTable) else (given,)
 
 
 def _known(where: str, given: Any, kind: type) -> dict[str, Any]:

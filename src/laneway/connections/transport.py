@@ -1,0 +1,93 @@
+"""Distributions of magnitudes in one dimension: histograms in the log domain, quantiles, barycentres, distances, transport.
+
+Everything is in nats, u = ln|g|. A distribution is counted in fixed bins of half an octave, so that shards of a tensor add up
+to the whole, exactly; its quantile function is linear within a bin and is taken at ``LEVELS``. In one dimension the
+Wasserstein-p distance is that of the quantile functions in L^p, and the Wasserstein-2 barycentre has their mean as its
+quantile function (Agueh and Carlier, SIAM J. Math. Anal. 43(2), 2011).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+BINS = 256
+LOWEST, OCTAVES = -96.0, 0.5  # lower edge of the first bin as a power of two; width of a bin
+_NATS = OCTAVES * math.log(2)
+_EDGES = torch.tensor([i / 32 for i in range(32)] + [1 - 2.0**-k for k in (6, 7, 8)] + [1.0], dtype=torch.float64)
+LEVELS = (_EDGES[1:] + _EDGES[:-1]) / 2
+"""Where quantiles are taken, [35]: evenly, and more closely in the upper tail, where a few huge values lie."""
+WEIGHTS = _EDGES[1:] - _EDGES[:-1]
+"""What each level stands for; they add up to one."""
+
+
+def histograms(values: Tensor, owners: Tensor, count: int) -> Tensor:
+    """How many of ``values`` [N] fall into each bin, by owner: fp32 [count, BINS].
+
+    Zeros and what is not finite are left out; magnitudes beyond the bins count in the first or last one.
+    """
+    octaves = values.detach().abs().float().log2()
+    fine = octaves.isfinite()
+    bins = ((octaves - LOWEST) / OCTAVES).nan_to_num(0.0, BINS, 0.0).floor().clamp(0, BINS - 1).long()
+    found = torch.zeros(count * BINS, device=values.device)
+    # Whole numbers: the sum is exact in any order.
+    return found.index_add_(0, owners * BINS + bins, fine.float()).view(count, BINS)
+
+
+def quantiles(counts: Tensor) -> Tensor:
+    """Counts […, BINS] → ln|g| at ``LEVELS``, float64 […, levels]; NaN where nothing was counted."""
+    below = counts.double().cumsum(-1)
+    total = below[..., -1:]
+    wanted = total * LEVELS.to(counts.device)
+    bins = torch.searchsorted(below, wanted.contiguous()).clamp_max(BINS - 1)
+    inside = counts.double().gather(-1, bins)
+    before = below.gather(-1, bins) - inside
+    part = ((wanted - before) / inside.clamp_min(1)).clamp(0, 1)
+    found = LOWEST * math.log(2) + (bins + part) * _NATS
+    return torch.where(total > 0, found, math.nan)
+
+
+def distance(a: Tensor, b: Tensor, order: int = 2) -> Tensor:
+    """Wasserstein distance of two quantile functions […, levels], in nats."""
+    return ((a - b).abs().pow(order) @ WEIGHTS.to(a)).pow(1 / order)
+
+
+def excess(a: Tensor, b: Tensor) -> Tensor:
+    """The part of the Wasserstein-2 distance by which ``a`` is larger than ``b``: equal to it where a ≥ b everywhere."""
+    return ((a - b).clamp_min(0).square() @ WEIGHTS.to(a)).sqrt()
+
+
+def barycentre(quantiles_: Tensor, inside: Tensor) -> Tensor:
+    """Of each distribution [P, levels], the Wasserstein-2 barycentre of the others that are ``inside`` [P]; NaN without any."""
+    chosen = torch.where(inside[:, None], quantiles_, 0.0)
+    others = inside.sum() - inside.long()
+    found = (chosen.sum(0) - chosen) / others.clamp_min(1)[:, None]
+    return torch.where(others[:, None] > 0, found, math.nan)
+
+
+def move_down(gradient: Tensor, source: Tensor, target: Tensor, strength: float, chunk: int = 1 << 20) -> None:
+    """Transport a gradient's magnitudes from one distribution towards another, in place: signs stay, nothing grows.
+
+    ln|g| ← ln|g| − strength · max(0, source − target), both taken at the level at which |g| lies in ``source``.
+
+    Args:
+        gradient: finite.
+        source, target: quantile functions [levels] of what it is now and what is expected.
+        strength: 0 (nothing) to 1 (all of the way).
+        chunk: numbers that are worked on at a time, which bounds the memory in use.
+    """
+    down = strength * (source - target).clamp_min(0)
+    knots, shifts = source.to(gradient.device, torch.float32), down.to(gradient.device, torch.float32)
+    for part in gradient.view(-1).split(chunk) if gradient.is_contiguous() else [gradient]:
+        factor = interpolate(part.abs().float().log(), knots, shifts).neg_().exp_()
+        part.copy_(part.float().mul_(factor))
+
+
+def interpolate(x: Tensor, knots: Tensor, values: Tensor) -> Tensor:
+    """Linear between increasing ``knots`` [K], constant beyond them."""
+    right = torch.searchsorted(knots, x.contiguous()).clamp(1, len(knots) - 1)
+    low, high = knots[right - 1], knots[right]
+    part = ((x - low) / (high - low).clamp_min(torch.finfo(knots.dtype).tiny)).clamp(0, 1)
+    return torch.lerp(values[right - 1], values[right], part)

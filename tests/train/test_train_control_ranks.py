@@ -1,0 +1,81 @@
+"""Controls over several ranks: shards decide and correct as the whole does, ranks decide alike, collectives are counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laneway.train.settings import to_toml
+
+pytestmark = pytest.mark.distributed
+FAULT = [step in range(9, 12) for step in range(1, 13)]
+
+
+@pytest.fixture(scope="module")
+def ranks(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    from laneway.data.text import TextDataConfig
+    from laneway.models.gpt import GPTConfig
+    from laneway.train.config import TrainConfig
+
+    folder = tmp_path_factory.mktemp("ranks")
+    config = TrainConfig(
+        model=GPTConfig(context=16, layers=4, heads=2, dim=8, streams=3),
+        data=TextDataConfig(path=str(text_file), cache=str(text_file.parent / "cache"), validation_fraction=0.2),
+        steps=12,
+        batch_size=4,
+        device="cpu",
+        validate_every=0,
+        validation_batches=1,
+        checkpoint_every=0,
+        probe_every=0,
+        sample_tokens=0,
+    )
+    (folder / "c.toml").write_text(to_toml(dataclasses.replace(config)), "utf-8")
+    command = [sys.executable, str(Path(__file__).with_name("control_ranks.py")), str(folder)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text("utf-8")) for rank in range(2)]
+
+
+def test_ranks_find_the_same(ranks):
+    assert ranks[0] == ranks[1]
+
+
+def test_shards_are_read_judged_and_corrected_as_the_whole(ranks):
+    found = ranks[0]["shards"]["purifier"]
+    assert found["quantiles"] < 0.05
+    assert found["difference"] < 1e-3
+    for step, (collectives, whole, sharded_collectives, sharded) in enumerate(found["rows"], 1):
+        assert whole == sharded == FAULT[step - 1]
+        assert collectives == 0
+        checked = step % 2 == 0 or whole or step == 12
+        assert sharded_collectives in ({3, 4} if whole else {3} if checked else {1})
+
+
+def test_a_guard_of_shards_takes_one_collective(ranks):
+    found = ranks[0]["shards"]["guard"]
+    assert found["difference"] < 1e-3
+    for step, (collectives, whole, sharded_collectives, sharded) in enumerate(found["rows"], 1):
+        assert (collectives, sharded_collectives) == (0, 1)
+        assert whole == sharded == FAULT[step - 1]
+
+
+def test_in_a_run_whole_gradients_cost_no_collective(ranks):
+    assert ranks[0]["ddp now"]["counts"] == ranks[0]["ddp off"]["counts"]
+    assert ranks[0]["ddp now"]["purified"] == [int(fault) for fault in FAULT]
+
+
+def test_a_late_screen_of_shards_costs_none_between_checks(ranks):
+    off, late = (ranks[0][f"fsdp {name}"] for name in ("off", "late"))
+    assert late["purified"] == [int(FAULT[step] and (FAULT[step - 1] or step % 2 == 1)) for step in range(12)]
+    extra = [b - a for a, b in zip(off["counts"], late["counts"], strict=True)]
+    for step in range(1, 8):  # before the fault
+        assert extra[step] == (2 if (step + 1) % 2 == 0 else 0)

@@ -17,7 +17,7 @@ from laneway.train.config import OptimizerConfig, TrainConfig
 CURES: dict[str, dict[str, Any]] = {
     "unstable-start": {"optimizer.lr": 0.01, "optimizer.warmup": 0.1, "optimizer.clip_norm": 1.0},
     "slow-convergence": {"optimizer.lr": 0.01},
-    "memory-overflow": {"micro_batch_size": 2},
+    "memory-overflow": {"micro_batch_size": 8},
 }
 """By recipe: what to turn, and to which value."""
 
@@ -51,4 +51,4 @@ def memory_overflow() -> TrainConfig:
     It shows on a device, or under a limit, with less than that.
     """
     config = _small(OptimizerConfig(lr=0.01, warmup=0.1))
-    return replace(config, model=replace(config.model, context=256, dim=32), steps=2, batch_size=64, probe_every=0)
+    return replace(config, model=replace(config.model, context=256, dim=32), steps=1, batch_size=64, validation_batches=1, probe_every=0)

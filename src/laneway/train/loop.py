@@ -27,6 +27,7 @@ from laneway.checkpoint import CheckpointStore, export
 from laneway.checkpoint.atomic import explain
 from laneway.cluster.recover import CutOffError, LostContactError
 from laneway.core import Extension, InputError, LanewayError, SharesStatistics
+from laneway.memory.oom import out_of_memory
 from laneway.rundir import RunDirectory, append_event, event_row, replace_file
 from laneway.strategy.norms import local
 from laneway.train.config import TrainConfig
@@ -180,7 +181,9 @@ class _Training:
         described = self.folder.memory if self.ranks.first else None
         with self.display.running(self.done), self.bench.memory.on(described):
             while self.done < self.config.steps:
-                if self._step(self.done + 1):
+                with self._told_of_missing_memory():
+                    stopped = self._step(self.done + 1)
+                if stopped:
                     return self._stopped()
         return self._finish()
 
@@ -255,6 +258,18 @@ class _Training:
         elif _due(step, config.checkpoint_every) and step < config.steps and self.guard.healthy:
             self._save_or_go_on()  # not after a skipped step: what led to it may sit in the state, and older ones must stay
         return outcome.stop
+
+    @contextmanager
+    def _told_of_missing_memory(self) -> Generator[None]:
+        """A step that ends the run for lack of memory leaves an event that says so."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if out_of_memory(error):
+                self.done += 1
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self._event("stop", reason=f"out of memory: {reason}"[:300])
+            raise
 
     def _after_backward(self, step: int) -> None:
         for extension in self.extensions:

@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from laneway.train.faults import NonfiniteGuard, StopRequest
 from laneway.train.metrics import MetricsWriter, StepClock, peak_bytes, plain
 from laneway.train.parallel import resolve
 from laneway.train.patient import PatientRows
-from laneway.train.place import claimed, free_folder
+from laneway.train.place import disk_errors, run_folder
 from laneway.train.progress import Display
 from laneway.train.ranks import Ranks, ranks_of_run
 from laneway.train.resume import check_same_run, load_state, save_state
@@ -105,34 +105,12 @@ def train(
         resolve(config.parallel, ranks.world_size)
         display = Display(config.steps, enabled=ranks.first and console is not None, to_stderr=console == "stderr")
         patience = 2 * config.failure_timeout  # a rank 0 that lost contact on another host may hold the folder so long
-        with _disk_errors(Path(out)), _folder(ranks, Path(out), resume, spare, patience) as (run, going_on):
+        with disk_errors(Path(out)), run_folder(ranks, Path(out), resume, spare, patience) as (run, going_on):
             layout = ranks.together(lambda: check_same_run(run, config, ranks.world_size) if going_on else [])
             # In one expression: no name here keeps the model alive when the processes part.
             return _Training(
                 config, run, ranks, build(config, ranks), list(extensions), on_batch, display, stop, started, plan
             ).run(going_on, layout)
-
-
-@contextmanager
-def _disk_errors(folder: Path) -> Generator[None]:
-    """A full disk, a missing permission and the like become one line that a user can act on."""
-    try:
-        yield
-    except OSError as error:
-        raise LanewayError(f"the run stopped: {explain(error, folder)}") from error
-
-
-@contextmanager
-def _folder(ranks: Ranks, out: Path, resume: bool | None, spare: bool, patience: float) -> Generator[tuple[RunDirectory, bool]]:
-    """The run directory, held by rank 0 for as long as the block runs, and whether to go on with the run in it."""
-    with ExitStack() as held:
-
-        def hold() -> tuple[RunDirectory, bool]:
-            folder = free_folder(out) if spare and resume is False else out
-            run = held.enter_context(claimed(folder, resume, patience))
-            return run, run.config.is_file() if resume is None else resume
-
-        yield ranks.on_first(hold)
 
 
 class _Training:

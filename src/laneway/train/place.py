@@ -6,12 +6,14 @@ import fcntl
 import os
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from laneway.core import InputError
+from laneway.checkpoint.atomic import explain
+from laneway.core import InputError, LanewayError
 from laneway.rundir import RunDirectory
+from laneway.train.ranks import Ranks
 
 LOCK = ".lock"
 
@@ -131,3 +133,27 @@ def in_use(folder: Path) -> bool:
     except OSError:
         return True
     return False
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Generator[None]:
+    """A full disk, a missing permission and the like become one line that a user can act on."""
+    try:
+        yield
+    except OSError as error:
+        raise LanewayError(f"the run stopped: {explain(error, folder)}") from error
+
+
+@contextmanager
+def run_folder(
+    ranks: Ranks, out: Path, resume: bool | None, spare: bool, patience: float
+) -> Generator[tuple[RunDirectory, bool]]:
+    """The run directory, held by rank 0 for as long as the block runs, and whether to go on with the run in it."""
+    with ExitStack() as held:
+
+        def hold() -> tuple[RunDirectory, bool]:
+            folder = free_folder(out) if spare and resume is False else out
+            run = held.enter_context(claimed(folder, resume, patience))
+            return run, run.config.is_file() if resume is None else resume
+
+        yield ranks.on_first(hold)

@@ -19,8 +19,8 @@ KEYS = ("priority", "read_priority", "similarity", "damping")
 def quick(change, **fields):
     looks = {"checkpoint_every": 6, "validate_every": 0, "probe_every": 0, "sample_tokens": 0}
     model = {"layers": 2, "context": 16, "dim": 8}
-    control = {"control": {"scheduler": True, "scheduler_every": 3, "scheduler_temperature": 0.5}}
-    return change(steps=10, batch_size=4, model=model, **control | looks | fields)
+    control = {"scheduler": True, "scheduler_every": 3, "scheduler_temperature": 0.5}
+    return change(**{"steps": 10, "batch_size": 4, "model": model, "control": control} | looks | fields)
 
 
 def rows(path, *keys):

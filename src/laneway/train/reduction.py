@@ -10,22 +10,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from laneway.cluster.costs.measured import MeasuredNetwork
+from laneway.cluster.costs.sized import candidates, scheme_table
 from laneway.cluster.drop import GradientDropper
 from laneway.cluster.hooks import attach_ddp, attach_fsdp
 from laneway.cluster.hooks.fsdp import host_mesh
 from laneway.cluster.identity import gather_identities
 from laneway.cluster.order import verify_order
 from laneway.cluster.probe.adapt import NetworkAdapter
+from laneway.cluster.probe.ladder import DROP
 from laneway.cluster.probe.links import LinkProbe
+from laneway.cluster.probe.measure import measure
 from laneway.cluster.reduce.groups import LevelGroups
 from laneway.cluster.reduce.reducer import HierarchicalReducer
-from laneway.cluster.reduce.scheme import LevelScheme, ReductionScheme
+from laneway.cluster.reduce.scheme import LevelScheme, ReductionScheme, SchemeTable
 from laneway.cluster.topology import Topology
 from laneway.core import Extension, InputError
 from laneway.train.ranks import Ranks
 from laneway.train.reduction_config import ReductionConfig
 
 __all__ = ["RunReduction", "scheme_of"]
+
+MEASUREMENTS = 3
+"""Rounds of the measurement at the start of a run."""
 
 
 def scheme_of(config: ReductionConfig, levels: int) -> ReductionScheme:
@@ -54,6 +61,7 @@ class RunReduction:
             why = "phases on an accelerator are not timed by this process's clock"
             raise InputError("reduction.adapt", True, f"false on {ranks.device.type}", why)
         self.adapter: NetworkAdapter | None = None
+        self.measured: MeasuredNetwork | None = None
         self.groups = _groups(config)
         self.reducer = HierarchicalReducer(self.groups)
         self.dropper = GradientDropper(config.drop, wire=config.wire) if config.drop else None
@@ -85,7 +93,17 @@ class RunReduction:
         else:
             attach_fsdp(call, self.reducer)
         self.reducer.dropper = self.dropper
-        self.reducer.set_scheme(scheme_of(self.config, len(self.groups.names)))
+        self.reducer.set_scheme(self._scheme())
+
+    def _scheme(self) -> ReductionScheme | SchemeTable:
+        config = self.config
+        if config.over == "levels":
+            return scheme_of(config, len(self.groups.names))
+        dropping = [(config.drop, config.wire)] if config.drop else []
+        if config.adapt and self.dropper is not None and (DROP, "bf16") not in dropping:
+            dropping.append((DROP, "bf16"))
+        self.measured = network = measure(self.groups, rounds=MEASUREMENTS, dropping=dropping, device=self.ranks.device)
+        return scheme_table(network, candidates(self.groups.sizes, (config.wire,), config.drop))
 
     def extensions(self, tell: Callable[..., object]) -> list[Extension]:
         """What takes part in each step, once the reducer is attached: the watch over the network, where it is wanted.
@@ -95,7 +113,7 @@ class RunReduction:
         """
         if not self.config.adapt:
             return []
-        self.adapter = NetworkAdapter(self.reducer, probe=LinkProbe(self.groups), tell=tell)
+        self.adapter = NetworkAdapter(self.reducer, probe=LinkProbe(self.groups), measured=self.measured, tell=tell)
         return [self.adapter]
 
     def state_dict(self) -> dict[str, Any]:

@@ -85,11 +85,10 @@ def test_a_run_writes_down_what_was_slow_and_what_it_did(lab: Lab, small: TrainC
     run = RunDirectory(tmp_path / "run")
     events = [event for event in run.read_events() if event["kind"] == "network"]
     told = str(events) + str([(row["step"], row["loss"]) for row in run.read_metrics()])
-    assert events, told
-    first = next((event for event in events if event["level"] == "L3"), events[0])
-    assert first["level"] == "L3", told
-    assert (first["was"], first["state"]) == ("up", "degraded")
+    first = next((event for event in events if event["level"] == "L3"), None)
+    assert first is not None, told
+    assert (first["was"], first["state"]) == ("up", "degraded"), told
     assert 16 <= first["step"] <= 22, told
     assert any("rack of" in event["link"] for event in events), told
-    assert first["from"] != first["to"]
+    assert any(event["from"] != event["to"] for event in events), told
     assert any("network_slow" in row for row in run.read_metrics())

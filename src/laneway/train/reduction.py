@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from laneway.cluster.costs.measured import MeasuredNetwork
 from laneway.cluster.costs.sized import candidates, scheme_table
 from laneway.cluster.drop import GradientDropper
 from laneway.cluster.hooks import attach_ddp, attach_fsdp
@@ -17,6 +18,7 @@ from laneway.cluster.hooks.fsdp import host_mesh
 from laneway.cluster.identity import gather_identities
 from laneway.cluster.order import verify_order
 from laneway.cluster.probe.adapt import NetworkAdapter
+from laneway.cluster.probe.ladder import DROP
 from laneway.cluster.probe.links import LinkProbe
 from laneway.cluster.probe.measure import measure
 from laneway.cluster.reduce.groups import LevelGroups
@@ -59,6 +61,7 @@ class RunReduction:
             why = "phases on an accelerator are not timed by this process's clock"
             raise InputError("reduction.adapt", True, f"false on {ranks.device.type}", why)
         self.adapter: NetworkAdapter | None = None
+        self.measured: MeasuredNetwork | None = None
         self.groups = _groups(config)
         self.reducer = HierarchicalReducer(self.groups)
         self.dropper = GradientDropper(config.drop, wire=config.wire) if config.drop else None
@@ -97,7 +100,9 @@ class RunReduction:
         if config.over == "levels":
             return scheme_of(config, len(self.groups.names))
         dropping = [(config.drop, config.wire)] if config.drop else []
-        network = measure(self.groups, rounds=MEASUREMENTS, dropping=dropping, device=self.ranks.device)
+        if config.adapt and self.dropper is not None and (DROP, "bf16") not in dropping:
+            dropping.append((DROP, "bf16"))
+        self.measured = network = measure(self.groups, rounds=MEASUREMENTS, dropping=dropping, device=self.ranks.device)
         return scheme_table(network, candidates(self.groups.sizes, (config.wire,), config.drop))
 
     def extensions(self, tell: Callable[..., object]) -> list[Extension]:
@@ -108,7 +113,7 @@ class RunReduction:
         """
         if not self.config.adapt:
             return []
-        self.adapter = NetworkAdapter(self.reducer, probe=LinkProbe(self.groups), tell=tell)
+        self.adapter = NetworkAdapter(self.reducer, probe=LinkProbe(self.groups), measured=self.measured, tell=tell)
         return [self.adapter]
 
     def state_dict(self) -> dict[str, Any]:

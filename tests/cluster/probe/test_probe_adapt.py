@@ -59,6 +59,19 @@ def test_a_level_inside_a_host_is_told_of_and_not_answered():
     assert "rank 2 inside its host or rank 3 inside its host" in [fields["link"] for _, _, fields in cluster.events]
 
 
+def test_another_level_gets_slow_while_one_is():
+    cluster = Cluster(POSITIONS, LEVELS)
+    cluster.run(GOOD)
+    cluster.slow[HOST] = 3.0
+    cluster.run(4)
+    assert cluster.scheme != LEVELS
+    for adapter in cluster.adapters:
+        adapter.probe.due = False
+    cluster.slow[RACK] = 30.0
+    cluster.run(5)
+    assert {adapter.health[2].state for adapter in cluster.adapters} == {"degraded"}
+
+
 def test_flat_goes_over_levels():
     cluster = Cluster(POSITIONS, FLAT)
     cluster.run(GOOD)

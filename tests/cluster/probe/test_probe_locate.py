@@ -77,6 +77,12 @@ def test_collectives_of_groups_name_the_host():
     assert [str(each) for each in found] == ["host of ranks 2-3"]
 
 
+def test_a_transfer_that_was_over_before_does_not_clear_the_link():
+    tree = Tree(find_places([(0, 0), (0, 1), (1, 0), (1, 1)]))
+    found = locate(tree, [(0, 2)], [(1, 3), (0, 1), (2, 3)])
+    assert [str(each) for each in found] == ["rack of ranks 0-1 or rack of ranks 2-3"]
+
+
 def test_two_slow_links_are_both_named():
     tree = Tree(find_places([(rack, host) for rack in range(3) for host in range(3)]))
     wanted, bad = pairs(tree), {Link(1, (1,)), Link(2, (6, 7, 8))}

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from laneway.cluster.costs.measured import MeasuredNetwork
+from laneway.cluster.costs.measured import WIRE_SHARE, MeasuredNetwork
 from laneway.cluster.probe.health import UP, Baseline, Change, Health, Rules
 from laneway.cluster.probe.ladder import Scheme, Step, choose_step, ladder
 from laneway.cluster.probe.locate import Finding, Tree, locate
@@ -234,9 +234,18 @@ class NetworkAdapter:
                 probed = max((each for each in probes if not math.isnan(each)), default=math.nan)
             if level == self.levels and health.state == UP:
                 probed = math.nan  # a slow path is its own level's matter
+            narrowed = passive * self._narrowed(level)
+            if self.adapted and health.state == UP and narrowed >= self.rules.degraded:
+                found[level] = (narrowed, False)  # slow in spite of the narrower wire
+                continue
             own = not math.isnan(passive) if health.state == UP and not self.adapted else not probing
             found[level] = (passive, calm) if own else (probed, False)
         return found
+
+    def _narrowed(self, level: int) -> float:
+        """Bytes that a level's wire takes now over those of good times."""
+        now, good = Step(self.reducer.scheme).main.levels, Step(self.base).main.levels
+        return WIRE_SHARE[now[level].wire] / WIRE_SHARE[good[level].wire] if level < min(len(now), len(good)) else 1.0
 
     def _learn(
         self,

@@ -44,7 +44,7 @@ class Rules:
     degraded: float = 2.0
     restored: float = 1.5
     down: float = 200.0
-    severe: float = 5.0
+    severe: float = 4.0
     confirm: int = 2
     recover: int = 3
     worse: float = 2.0

@@ -6,7 +6,7 @@ link that a normal transfer passed is well. Of the others, as few as explain all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -114,7 +114,7 @@ class Tree:
         return own + [Link(at, wholes[at - 1]) for at in range(1, level + 1)]
 
 
-def locate(tree: Tree, slow: Iterable[Sequence[int]], normal: Iterable[Sequence[int]]) -> list[Finding]:
+def locate(tree: Tree, slow: Collection[Sequence[int]], normal: Collection[Sequence[int]]) -> list[Finding]:
     """The links that explain what was slow.
 
     Args:
@@ -122,10 +122,14 @@ def locate(tree: Tree, slow: Iterable[Sequence[int]], normal: Iterable[Sequence[
         slow: the ranks of each slow transfer.
         normal: and of those that were not.
 
-    Returns: most slow transfers explained first. A transfer that every link's normal transfers speak against stays unexplained.
+    Returns: most slow transfers explained first. Where normal transfers speak against every link that a slow one passed (some are
+        over before the link gets slow), only those between ranks that are nearer to each other count.
     """
     well = frozenset(link for ranks in normal for link in tree.links(ranks))
     left = {tuple(sorted(ranks)): tree.links(ranks) - well for ranks in slow}
+    for ranks in [ranks for ranks, links in left.items() if not links]:
+        near = [other for other in normal if tree.level(other) < tree.level(ranks)]
+        left[ranks] = tree.links(ranks).difference(*(tree.links(other) for other in near))
     found: list[Finding] = []
     while any(left.values()):
         passed: dict[Link, set[tuple[int, ...]]] = {}

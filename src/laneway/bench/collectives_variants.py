@@ -59,8 +59,8 @@ VARIANTS = {
     "levels_int8": Variant(SUMS, host_wire="int8", rack_wire="int8", pieces=1),
     "levels_drop": Variant(REDUCE, host_wire="bf16", rack_wire="bf16", pieces=4, drop=1 - KEPT),
 }
-"""levels: hosts, racks and ranks of a host are three levels, with a direct exchange at each. What is dropped leaves little to wait
-for on the outer link, so that fewer and longer pieces, which cost less work each, are the faster ones there."""
+"""levels: hosts, racks and ranks of a host are three levels, with a direct exchange at each. Where most is dropped, there
+is little to wait for on the outer link: longer pieces, which cost less work, are faster there."""
 
 
 def scheme_of(variant: Variant, piece_bytes: int = PIECE_BYTES) -> ReductionScheme:

@@ -35,7 +35,7 @@ class Round:
         self.acc = self._room("sums", shard.numel(), torch.float32 if slot.residual is None else slot.residual.dtype)
         self.values: Tensor | None = self.acc
         if self.acc.dtype != torch.float32:
-            by_blocks = all(form.unit > 1 and form.coding != "dense" for form in self.forms if form.entries)
+            by_blocks = all(self._by_blocks(q) for q, form in enumerate(self.forms) if form.entries)
             self.values = None if by_blocks else self._room("values", shard.numel(), torch.float32)
         self._sizes: list[Tensor | None] = [None] * len(self.forms)
 
@@ -65,28 +65,31 @@ class Round:
             self.acc.add_(self.slot.residual)
         if self.values is not None and self.values is not self.acc:
             self.values.copy_(self.acc)
+        for q, (low, high) in enumerate(self.bounds):
+            if q != self.members.place and self._by_blocks(q):
+                self._sizes[q] = norms(self.acc[low:high])
         return [self._sound(q) for q in range(len(self.bounds))]
+
+    def _by_blocks(self, q: int) -> bool:
+        """Whether blocks of part q are kept or dropped."""
+        return self.forms[q].unit > 1 and self.forms[q].coding != "dense"
 
     def _sound(self, q: int) -> bool:
         """Whether all of part q is finite. Of a part that goes to another the sizes of its blocks tell, which are needed too."""
         low, high = self.bounds[q]
-        if low == high:
-            return True
-        if q != self.members.place and self._measured(q):
+        if low == high or self._measured(q):
             return True
         if self.values is None:  # sums of fp32 numbers don't exceed fp64
             return _finite(self.shard[low:high])
         return self._bounded(low, high, self.shard[low:high])
 
     def _measured(self, q: int) -> bool:
-        """Find the sizes of part q's blocks, if that is what is kept or dropped; returns whether there are some, all finite."""
-        form = self.forms[q]
-        if form.unit == 1 or form.coding == "dense":
-            return False
-        sizes = norms(self.acc[slice(*self.bounds[q])])
-        finite = bool(sizes.sum().isfinite())
-        self._sizes[q] = sizes if finite else None
-        return finite
+        """Whether sizes of part q's blocks are there and all finite; others are of no use."""
+        sizes = self._sizes[q]
+        if sizes is None or sizes.sum().isfinite():
+            return sizes is not None
+        self._sizes[q] = None
+        return False
 
     def _bounded(self, low: int, high: int, source: Tensor | None) -> bool:
         """Whether values are finite; those that only grew too large for fp32 are made the largest."""
@@ -123,6 +126,7 @@ class Round:
                 decode(each, form).add_to(total)
             if self.values is not None and self.values is not self.acc:
                 self.values[low:high].copy_(total)
+            self._sizes[here] = norms(total) if self._by_blocks(here) else None
             if not self._measured(here):
                 self._bounded(low, high, None)
         self._write(here, message, sound)

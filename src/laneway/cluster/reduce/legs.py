@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from laneway.cluster.reduce.exchange import Link
@@ -103,7 +104,7 @@ class Leg:
             self.link.exchange([(other, numbers)], [(other, theirs)])
             if own.data_ptr() != numbers.data_ptr():
                 own.copy_(numbers)
-            _add_one(own, theirs, None, self.link)
+            own.add_(theirs)
             return
         length = codec.length(numbers.numel())
         mine = self.link.scratch.get("mine", length, codec.dtype, device)
@@ -174,10 +175,9 @@ def _add_all(own: Tensor, rows: list[Tensor], codec: Codec | None, link: Link) -
 
 
 def _add_one(own: Tensor, row: Tensor, codec: Codec | None, link: Link) -> None:
-    """Add what arrived; numbers of another type are widened first: an addition of two types at once takes several times as long."""
-    if codec is None and row.dtype == own.dtype:
+    if codec is None or codec.dtype == torch.bfloat16:
         own.add_(row)
         return
     numbers = link.scratch.get("wide", own.numel(), own.dtype, own.device)
-    numbers.copy_(row) if codec is None else codec.decode(row, numbers)
+    codec.decode(row, numbers)
     own.add_(numbers)

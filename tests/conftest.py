@@ -25,7 +25,13 @@ def pseudo_text(size: int, seed: int = 1) -> str:
 
 LONG = (
     "test_triton_kernels.py",
+    "test_levels_curves.py",
+    "test_netlab.py",
     "test_parallel_curves.py",
+    "test_hooks_ranks.py",
+    "test_dropping_ranks.py",
+    "test_bench_collectives.py",
+    "test_reduce_ranks.py",
     "test_survive.py",
     "test_torchrun_train.py",
     "test_survive_ranks.py",
@@ -34,6 +40,8 @@ LONG = (
     "test_train_loop.py",
     "test_build.py",
     "test_site_ops.py",
+    "test_train_packed.py",
+    "test_train_scheduled.py",
 )
 
 

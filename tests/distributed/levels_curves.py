@@ -27,6 +27,7 @@ HOSTS = dataclasses.replace(LEVELS, shard="hosts", topology="2xCPU_2nodes")
 WAYS = {
     "ddp": {"parallel": "ddp", "reduction": LEVELS},
     "ddp-dropping": {"parallel": "ddp", "reduction": DROPPING},
+    "ddp-auto": {"parallel": "ddp", "reduction": ReductionConfig(over="auto")},
     "fsdp": {"parallel": "fsdp", "reduction": LEVELS, "micro_batch_size": 1},
     "fsdp-hosts": {"parallel": "fsdp", "reduction": HOSTS, "micro_batch_size": 1},
 }

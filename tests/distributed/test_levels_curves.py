@@ -39,7 +39,7 @@ def column(folder: Path, key: str) -> list[float]:
     return [row[key] for row in RunDirectory(folder).read_metrics() if key in row]
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp-hosts"])
+@pytest.mark.parametrize("way", ["ddp", "ddp-auto", "fsdp", "fsdp-hosts"])
 @pytest.mark.parametrize("key", ["loss", "grad_norm", "val_loss"])
 def test_the_curve_is_that_of_one_process(curves: Path, way: str, key: str) -> None:
     """To rounding; a norm that counted the copies in both hosts would be larger by the root of two."""

@@ -59,6 +59,8 @@ COLUMNS = {
                       "torus_ms", "native", "chosen", "chosen_ms", "native_kept"),
     "scheduling": ("experiment", "choice", "best_fixed", "steps", "changes", "seconds", "step_ms", "over_best_fixed",
                    "over_best_fixed_low", "over_best_fixed_high"),
+    "prediction": ("message_bytes", "variant", "function", "rounds", "measured_ms", "predicted_ms", "error"),
+    "prediction_scores": ("message_bytes", "schemes", "mean_error", "worst_error", "fp32_regret", "worst_regret"),
     "collectives": ("op", "message_bytes", "variant", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "floor_ms", "flat_over",
                     "flat_spread_over", "rack_over_vector", "host_over_vector", "error", "identical"),
     "collectives_ddp": ("variant", "parameters", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "exposed_ms", "exposed_left",

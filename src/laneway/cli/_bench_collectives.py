@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from laneway.cli._bench_job import Job, job_of, names_of
+from laneway.core import choice
 
 Flag = tyro.conf.FlagCreatePairsOff
 
@@ -49,3 +50,34 @@ def collectives_job(
     network = {"racks": racks, "hosts": hosts, "ranks": ranks, "host_mbit": host_mbit, "rack_mbit": rack_mbit}
     options = collectives.CollectivesOptions(names_of(ops), sizes_kb, chosen, **network, seconds=seconds, piece_kb=piece_kb)
     return job_of(collectives, options, quick, json, save)
+
+
+def prediction_job(
+    quick: Annotated[bool, Flag] = False,
+    json: Annotated[bool, Flag] = False,
+    save: str | None = None,
+    sizes_kb: tuple[int, ...] = (1024, 4096, 16384, 65536),
+    rounds: int = 7,
+    probe_rounds: int = 7,
+    host_mbit: float = 600.0,
+    rack_mbit: float = 150.0,
+    order: str = "packed",
+) -> Job:
+    """How well a measurement with small messages foretells the time of every reduction, and picks the fastest.
+
+    Args:
+        quick: at most 60 s on 2 cores: two sizes, two rounds.
+        json: one JSON object on stdout.
+        save: append the rows to DIR/prediction*.csv; without DIR to benchmarks/results of the source checkout.
+        sizes_kb: of the whole vector, kB of 1024 bytes.
+        rounds: timed calls of each scheme and size.
+        probe_rounds: of the measurement.
+        host_mbit: rate of a host's link, each way.
+        rack_mbit: rate of a rack's uplink, each way.
+        order: packed or spread: how ranks lie over the racks.
+    """
+    from laneway.bench import prediction
+
+    choice("order", order, ("packed", "spread"))
+    options = prediction.PredictionOptions(sizes_kb, rounds, probe_rounds, host_mbit, rack_mbit, order)
+    return job_of(prediction, options, quick, json, save)

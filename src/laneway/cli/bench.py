@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from laneway.bench import BENCHES
-from laneway.cli._bench_collectives import collectives_job
+from laneway.cli._bench_collectives import collectives_job, prediction_job
 from laneway.cli._bench_job import Job, job_of, names_of
 from laneway.cli._bench_quality import quality_job, stability_job
 from laneway.cli._bench_scheduling import scheduling_job
@@ -339,4 +339,5 @@ COMMANDS = {
     "planner": planner_job,
     "scheduling": scheduling_job,
     "collectives": collectives_job,
+    "prediction": prediction_job,
 }

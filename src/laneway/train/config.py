@@ -187,7 +187,7 @@ class TrainConfig:
             return
         if world_size == 1:
             hint = "start several with torchrun --nproc-per-node N"
-            raise InputError("reduction.over", "levels", "flat with one process", hint)
+            raise InputError("reduction.over", reduction.over, "flat with one process", hint)
         if reduction.shard == "hosts" and self.parallel != "fsdp":
             raise InputError("reduction.shard", "hosts", f"all with parallel = {self.parallel}", "--parallel fsdp")
         if reduction.drop and self.parallel == "fsdp" and reduction.shard == "all":

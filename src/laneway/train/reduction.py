@@ -10,19 +10,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from laneway.cluster.costs.sized import candidates, scheme_table
 from laneway.cluster.drop import GradientDropper
 from laneway.cluster.hooks import attach_ddp, attach_fsdp
 from laneway.cluster.hooks.fsdp import host_mesh
 from laneway.cluster.identity import gather_identities
 from laneway.cluster.order import verify_order
+from laneway.cluster.probe.measure import measure
 from laneway.cluster.reduce.groups import LevelGroups
 from laneway.cluster.reduce.reducer import HierarchicalReducer
-from laneway.cluster.reduce.scheme import LevelScheme, ReductionScheme
+from laneway.cluster.reduce.scheme import LevelScheme, ReductionScheme, SchemeTable
 from laneway.cluster.topology import Topology
 from laneway.train.ranks import Ranks
 from laneway.train.reduction_config import ReductionConfig
 
 __all__ = ["RunReduction", "scheme_of"]
+
+MEASUREMENTS = 3
+"""Rounds of the measurement at the start of a run."""
 
 
 def scheme_of(config: ReductionConfig, levels: int) -> ReductionScheme:
@@ -76,7 +81,15 @@ class RunReduction:
         else:
             attach_fsdp(call, self.reducer)
         self.reducer.dropper = self.dropper
-        self.reducer.set_scheme(scheme_of(self.config, len(self.groups.names)))
+        self.reducer.set_scheme(self._scheme())
+
+    def _scheme(self) -> ReductionScheme | SchemeTable:
+        config = self.config
+        if config.over == "levels":
+            return scheme_of(config, len(self.groups.names))
+        dropping = [(config.drop, config.wire)] if config.drop else []
+        network = measure(self.groups, rounds=MEASUREMENTS, dropping=dropping, device=self.ranks.device)
+        return scheme_table(network, candidates(self.groups.sizes, (config.wire,), config.drop))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals."""

@@ -8,7 +8,7 @@ from laneway.cluster.reduce.scheme import LEAST_CHUNK, WIRES, LevelScheme
 from laneway.cluster.topology import Topology
 from laneway.core import InputError, choice, collect, positive_int
 
-OVER = ("flat", "levels")
+OVER = ("flat", "levels", "auto")
 SHARD = ("all", "hosts")
 
 
@@ -17,7 +17,8 @@ class ReductionConfig:
     """Gradients over the levels of the network; by default one flat collective, as torch does it."""
 
     over: str = "flat"
-    """flat | levels: sums inside each host first, then between hosts, then between racks; for ddp and fsdp."""
+    """flat | levels: sums inside each host first, then between hosts, then between racks | auto: one or the other
+    for each size of bucket, as the network is measured at the start (a resumed run may then differ in rounding)."""
     topology: str = ""
     """Which ranks share a host and a rack, as ``2xCPU_2nodes_2racks`` or a file; empty: as the ranks find themselves."""
     wire: str = "fp32"
@@ -26,14 +27,14 @@ class ReductionConfig:
     """Share of the gradient that stays at home at the outermost level in a step and is fed back later; 0: none (ddp, or
     fsdp with ``shard = hosts``)."""
     chunk_bytes: int = 2 * 2**20
-    """Pieces of a bucket that follow each other through the levels; 0: whole buckets."""
+    """Pieces of a bucket that follow each other through the levels; 0: whole buckets; auto chooses by itself."""
     shard: str = "all"
     """all | hosts: fsdp shards over all ranks, or over the ranks of each host with a copy in every host."""
 
     @property
     def levels(self) -> bool:
-        """Whether gradients go over levels."""
-        return self.over == "levels"
+        """Whether gradients may go over levels."""
+        return self.over != "flat"
 
     def problems(self, prefix: str = "reduction") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""

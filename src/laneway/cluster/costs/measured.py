@@ -108,7 +108,7 @@ class Phase:
     Attributes:
         level: its index.
         messages: transfers one after the other.
-        nbytes: that a rank sends in all of them.
+        nbytes: that a rank sends in all of them, on average over the ranks.
         work: seconds of the processors.
         seconds: in all, when it runs alone.
     """
@@ -148,18 +148,21 @@ def phases(network: MeasuredNetwork, scheme: ReductionScheme, nbytes: float) -> 
     """
     if len(scheme.levels) != len(network.names):
         raise InputError("scheme.levels", len(scheme.levels), f"{len(network.names)} levels, as the network has")
-    up, down, left = [], [], float(nbytes)
+    up, down, left, acting = [], [], float(nbytes), 1.0
     top = len(network.names) - 1
     for level, part in enumerate(scheme.levels[:-1]):
         size = network.sizes[level]
         if size > 1:
-            up.append(_leg(network, level, part, left, "up"))
-            down.insert(0, _leg(network, level, part, left, "down"))
-        left = left if part.algorithm == "tree" else left / size
-    return [*up, *_turn(network, top, scheme.levels[-1], left), *down]
+            up.append(_leg(network, level, part, left, acting, "up"))
+            down.insert(0, _leg(network, level, part, left, acting, "down"))
+        if part.algorithm == "tree":  # one member of each group goes on, with the whole vector
+            acting /= size
+        else:
+            left /= size
+    return [*up, *_turn(network, top, scheme.levels[-1], left, acting), *down]
 
 
-def _turn(network: MeasuredNetwork, level: int, part: LevelScheme, nbytes: float) -> list[Phase]:
+def _turn(network: MeasuredNetwork, level: int, part: LevelScheme, nbytes: float, acting: float) -> list[Phase]:
     """The outermost level: both ways."""
     size = network.sizes[level]
     if size == 1:
@@ -168,17 +171,17 @@ def _turn(network: MeasuredNetwork, level: int, part: LevelScheme, nbytes: float
         key = f"{part.drop:g}/{part.wire}"
         if key not in network.dropping:
             raise InputError("scheme.drop", key, f"a share and wire that was measured: {', '.join(network.dropping) or 'none'}")
-        seconds = network.dropping[key].seconds(nbytes)
+        seconds = network.dropping[key].seconds(nbytes * acting)
         return [Phase(level, 2, 0.0, 0.0, seconds)]
     if size == 2 and part.algorithm in ("all_to_all", "native"):  # one exchange of everything, summed on both
         sent = nbytes * WIRE_SHARE[part.wire]
         work = _work(network, part.wire, nbytes, nbytes, nbytes)
-        return [Phase(level, 1, sent, work, network.levels[level].seconds(sent) + work)]
-    return [_leg(network, level, part, nbytes, "up"), _leg(network, level, part, nbytes, "down")]
+        return [Phase(level, 1, sent * acting, work, network.levels[level].seconds(sent * acting) + work)]
+    return [_leg(network, level, part, nbytes, acting, way) for way in ("up", "down")]
 
 
-def _leg(network: MeasuredNetwork, level: int, part: LevelScheme, nbytes: float, way: str) -> Phase:
-    """One way over one level."""
+def _leg(network: MeasuredNetwork, level: int, part: LevelScheme, nbytes: float, acting: float, way: str) -> Phase:
+    """One way over one level, at which that share of the ranks is at work: the links have so much less to carry at once."""
     size, curve = network.sizes[level], network.levels[level]
     direct = part.algorithm in ("all_to_all", "native")
     wire = part.wire if direct or way == "down" else "fp32"
@@ -191,8 +194,7 @@ def _leg(network: MeasuredNetwork, level: int, part: LevelScheme, nbytes: float,
         each = sent / messages
     moved = sent / WIRE_SHARE[wire]
     work = _work(network, wire, moved, moved, moved) if way == "up" else _work(network, wire, nbytes / size, moved, 0.0)
-    seconds = messages * curve.seconds(each) if messages > 1 else curve.seconds(sent)
-    return Phase(level, messages, sent, work, seconds + work)
+    return Phase(level, messages, sent * acting, work, messages * curve.seconds(each * acting) + work)
 
 
 def _work(network: MeasuredNetwork, wire: str, encoded: float, decoded: float, added: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,6 +33,12 @@ def pack(flags: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, m: int) -> Tensor:
     """[⌈m / 8⌉] uint8 → [m] bool."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    table = (torch.arange(256, dtype=torch.uint8, device=packed.device)[:, None] >> shifts & 1).bool()
-    return table.view(torch.int64).view(256)[packed.to(torch.int32)].view(torch.bool)[:m]
+    return _table(packed.device)[packed.to(torch.int32)].view(torch.bool)[:m]
+
+
+@lru_cache(maxsize=16)
+def _table(device: torch.device) -> Tensor:
+    """The eight flags of each byte, as one int64: [256]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    flags = (torch.arange(256, dtype=torch.uint8, device=device)[:, None] >> shifts & 1).bool()
+    return flags.view(torch.int64).view(256)

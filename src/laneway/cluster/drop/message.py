@@ -13,7 +13,8 @@ from torch import Tensor
 
 from laneway.cluster.drop import bits
 from laneway.cluster.drop.sizes import BLOCK, Format
-from laneway.cluster.drop.values import narrow, widen
+from laneway.cluster.drop.units import add_rows, put_rows, take_rows
+from laneway.cluster.drop.values import MOST, narrow, widen
 
 __all__ = ["Kept", "decode", "encode", "poison", "poisoned"]
 
@@ -25,66 +26,68 @@ class Kept:
     """Entries that travel.
 
     Attributes:
-        places: int64 [s], ascending; None: all, in order.
-        values: fp32 [s], as the receiver reads them.
+        units: int64 [s], ascending; None: all, in order.
+        values: fp32 as the receiver reads them: [s] of single entries, [s, 64] of blocks, [entries] of all.
     """
 
-    places: Tensor | None
+    units: Tensor | None
     values: Tensor
 
     def add_to(self, total: Tensor, factor: int = 1) -> None:
-        """total[places] += factor · values, in total's precision; no place comes twice."""
+        """total[units] += factor · values, in total's precision; no unit comes twice."""
         values = self.values.to(total.dtype)
-        if self.places is None:
+        if self.units is None:
             total.add_(values, alpha=factor)
         else:
-            total.index_add_(0, self.places, values, alpha=factor)
+            add_rows(total, self.units, values, factor)
 
     def write_to(self, out: Tensor) -> None:
         """The vector that these entries stand for: zero elsewhere."""
-        if self.places is None:
+        if self.units is None:
             out.copy_(self.values)
         else:
-            out.zero_().index_copy_(0, self.places, self.values)
+            put_rows(out.zero_(), self.units, self.values)
 
 
 def encode(vector: Tensor, units: Tensor | None, form: Format, out: Tensor) -> Kept:
     """Write the message.
 
     Args:
-        vector: finite fp32 [form.entries].
+        vector: finite [form.entries], fp32 or fp64; what is beyond fp32 travels as its largest number.
         units: the units that are kept, int64, ascending, at most form.kept; None: all (dense).
         form: of the message.
         out: uint8 [form.nbytes].
 
     Returns: what the receivers will read.
     """
-    places = None if units is None else _places(units, form)
-    chosen = vector if places is None else vector.index_select(0, places)
-    travelled, scales = narrow(chosen, form.wire)
+    chosen = vector if units is None else take_rows(vector, units, form.unit)
+    if chosen.dtype != torch.float32:
+        chosen = chosen.clamp(-MOST, MOST).float()
+    travelled, scales = narrow(chosen.view(-1), form.wire)
     fields = _fields(form, out)
-    fields["values"].zero_()[: travelled.numel()] = travelled
+    _fill(fields["values"], travelled, 0)
     if scales is not None:
-        fields["scales"].fill_(1)[: scales.numel()] = scales
+        _fill(fields["scales"], scales, 1)
     if form.coding == "index" and units is not None:
-        fields["indices"].fill_(-1)[: units.numel()] = units.to(torch.int32)
+        _fill(fields["indices"], units, -1)
     elif form.coding == "mask" and units is not None:
         flags = torch.zeros(form.units, dtype=torch.bool, device=vector.device)
         fields["mask"].copy_(bits.pack(flags.index_fill_(0, units, True)))
-    return Kept(places, widen(travelled, scales))
+    return Kept(units, widen(travelled, scales).view(chosen.shape))
 
 
 def decode(message: Tensor, form: Format) -> Kept:
     """Read a message that is not poisoned."""
     fields = _fields(form, message)
-    places = None
+    units = None
     if form.coding == "index":
         indices = fields["indices"]
-        places = _places(indices[indices >= 0].long(), form)
+        units = indices[indices >= 0].long()
     elif form.coding == "mask":
-        places = _places(bits.nonzero(bits.unpack(fields["mask"], form.units)), form)
-    used = form.slots if places is None else places.numel()
-    return Kept(places, widen(fields["values"], fields.get("scales"))[:used])
+        units = bits.nonzero(bits.unpack(fields["mask"], form.units))
+    used = form.slots if units is None else units.numel() * form.unit
+    values = widen(fields["values"][:used], fields["scales"][: -(-used // BLOCK)] if "scales" in fields else None)
+    return Kept(units, values if units is None or form.unit == 1 else values.view(-1, form.unit))
 
 
 def poison(out: Tensor) -> None:
@@ -99,18 +102,10 @@ def poisoned(message: Tensor, form: Format) -> bool:
     return bool(first)
 
 
-def _places(units: Tensor, form: Format) -> Tensor:
-    """The entries of the units; the last unit may be short."""
-    if form.unit == 1:
-        return units
-    places = (units[:, None] * BLOCK + torch.arange(BLOCK, device=units.device)).view(-1)
-    return places[: _used(units, form)]
-
-
-def _used(units: Tensor, form: Format) -> int:
-    short = form.units * form.unit - form.entries
-    last = units.numel() and int(units[-1]) == form.units - 1
-    return units.numel() * form.unit - (short if last else 0)
+def _fill(field: Tensor, given: Tensor, rest: int) -> None:
+    """The field's first entries are the given ones, the others ``rest``."""
+    field[: given.numel()].copy_(given)
+    field[given.numel() :].fill_(rest)
 
 
 def _fields(form: Format, message: Tensor) -> dict[str, Tensor]:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from laneway.cluster.drop.bits import nonzero
 from laneway.cluster.drop.pieces import Pieces
-from laneway.cluster.drop.sizes import Format
+from laneway.cluster.drop.sizes import BLOCK, Format
+from laneway.cluster.drop.units import norms, take_rows
 
 __all__ = ["Pattern"]
 
@@ -56,8 +57,8 @@ class Pattern:
         self._runs: dict[tuple[int, int], _Run] = {}
 
     def observe(self, vector: Tensor) -> None:
-        """Take a step's finite values, fp32 [numel], into the scales."""
-        seen = vector[self._places].abs_().sqrt_()
+        """Take a step's finite values, fp32 or fp64 [numel], into the scales."""
+        seen = vector[self._places].abs_().sqrt_().float()
         now = torch.zeros_like(self.root).index_add_(0, self._owner, seen) / self._counts
         self.root = now if self.steps == 0 else torch.lerp(now, self.root, self.smoothing)
         self.steps += 1
@@ -66,25 +67,25 @@ class Pattern:
         """s of each piece, fp32 [pieces], > 0."""
         return self.root.square().clamp_min_(LEAST)
 
-    def choose(self, vector: Tensor, low: int, high: int, form: Format) -> Tensor | None:
+    def choose(self, vector: Tensor, low: int, high: int, form: Format, sizes: Tensor | None = None) -> Tensor | None:
         """The units to keep of the entries low to high.
 
         Args:
-            vector: their finite values, fp32 [high − low].
+            vector: their finite values, [high − low]; fp32, or for blocks fp64 too.
             low, high: where they lie in the whole vector.
             form: how many units may be kept, and what a unit is.
+            sizes: of the vector's blocks, as ``norms`` says, where the caller has them.
 
         Returns: int64, ascending, at most form.kept; None where all are sent.
         """
         if form.coding == "dense":
             return None
         run = self._runs.get((low, high)) or self._run(low, high)
-        relative = torch.empty_like(vector)
-        for start, stop, scale in zip(run.bounds, run.bounds[1:], self.scales()[run.first :], strict=False):
-            torch.div(vector[start:stop], scale, out=relative[start:stop])
+        scales = self.scales()[run.first : run.first + len(run.bounds) - 1]
         if form.unit > 1:
-            return _blocks(relative, form)
-        least, enough = self._thresholds(relative.abs_(), run, form)
+            return _blocks(vector, norms(vector) if sizes is None else sizes, scales, run, form)
+        relative = _relative(vector, scales, run).abs_()
+        least, enough = self._thresholds(relative, run, form)
         return _entries(relative, least, enough, form)
 
     def _run(self, low: int, high: int) -> _Run:
@@ -92,7 +93,8 @@ class Pattern:
         first, last = bisect_right(starts, low) - 1, bisect_left(starts, high)
         bounds = [0, *(start - low for start in starts[first + 1 : last]), high - low]
         samples = torch.searchsorted(self._places, torch.tensor([low, high], device=self._places.device)).tolist()
-        run = _Run(first, bounds, self._places[slice(*samples)] - low, self._weight[slice(*samples)])
+        blocks = _blocks_of(bounds, self._places.device)
+        run = _Run(first, bounds, self._places[slice(*samples)] - low, self._weight[slice(*samples)], *blocks)
         self._runs[low, high] = run
         return run
 
@@ -110,36 +112,63 @@ class Pattern:
 
 @dataclass(frozen=True)
 class _Run:
-    """Entries low to high: the first of their pieces and where each begins, and where samples lie, counted from low."""
+    """Entries low to high: the first of their pieces and where each begins, and where samples lie, counted from low; which piece
+    each block begins with, the blocks in which a piece ends before the block does, and which piece each of their entries is of.
+    """
 
     first: int
     bounds: list[int]
     places: Tensor
     weights: Tensor
+    owner: Tensor
+    mixed: Tensor
+    owners: Tensor
 
 
 def _entries(relative: Tensor, least: Tensor, enough: Tensor, form: Format) -> Tensor:
     """The entries above zero that reach the least threshold; where they are too many, the largest."""
-    kept = nonzero(relative >= least.clamp(min=SMALLEST))
-    excess = kept.numel() - form.kept
-    if excess <= 0:
-        return kept
-    sizes = relative.index_select(0, kept)
-    doubtful = nonzero(sizes < enough)
-    if doubtful.numel() < excess:
-        doubtful = torch.arange(kept.numel(), device=kept.device)
-    keep = torch.ones_like(kept, dtype=torch.bool)
-    keep[doubtful[sizes[doubtful].topk(excess, largest=False, sorted=False).indices]] = False
-    return kept.index_select(0, nonzero(keep))
+    flags = relative >= least.clamp(min=SMALLEST)
+    excess = int(flags.count_nonzero()) - form.kept
+    if excess > 0:
+        doubtful = nonzero(flags & (relative < enough))
+        if doubtful.numel() < excess:
+            doubtful = nonzero(flags)
+        smallest = relative.index_select(0, doubtful).topk(excess, largest=False, sorted=False).indices
+        flags[doubtful.index_select(0, smallest)] = False
+    return nonzero(flags)
 
 
-def _blocks(relative: Tensor, form: Format) -> Tensor:
+def _relative(vector: Tensor, scales: Tensor, run: _Run) -> Tensor:
+    """Each entry over its piece's scale."""
+    relative = torch.empty_like(vector)
+    for start, stop, scale in zip(run.bounds, run.bounds[1:], scales, strict=False):
+        torch.div(vector[start:stop], scale, out=relative[start:stop])
+    return relative
+
+
+def _blocks(vector: Tensor, sizes: Tensor, scales: Tensor, run: _Run, form: Format) -> Tensor:
     """The blocks with the largest Σ (g / s)²."""
-    short = form.units * form.unit - form.entries
-    if short:
-        relative = torch.cat([relative, relative.new_zeros(short)])
-    sums = relative.view(-1, form.unit).square_().sum(1)
-    return sums.topk(form.kept, sorted=False).indices.sort().values
+    if vector.dtype == torch.float32 and not _squares_fit(sizes, scales):
+        sizes = norms(_relative(vector, scales, run))
+    elif scales.numel() > 1:
+        sizes = sizes / scales[run.owner]
+        if run.mixed.numel():
+            sizes[run.mixed] = torch.linalg.vector_norm(take_rows(vector, run.mixed, BLOCK) / scales[run.owners], dim=1)
+    return sizes.topk(form.kept, sorted=False).indices.sort().values
+
+
+def _squares_fit(sizes: Tensor, scales: Tensor) -> bool:
+    """Whether squares of values that matter neither exceed fp32 nor vanish in it."""
+    return bool(sizes.sum().isfinite() & (scales > 1e-15).all())
+
+
+def _blocks_of(bounds: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``_Run`` says of blocks."""
+    starts = torch.tensor(bounds[1:-1], dtype=torch.int64, device=device)
+    owner = torch.searchsorted(starts, torch.arange(0, bounds[-1], BLOCK, device=device), right=True)
+    mixed = torch.unique(starts[starts % BLOCK > 0] // BLOCK)
+    entries = mixed[:, None] * BLOCK + torch.arange(BLOCK, device=device)
+    return owner, mixed, torch.searchsorted(starts, entries, right=True)
 
 
 def _places(length: int, count: int, draw: torch.Generator) -> Tensor:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from laneway.cluster.drop.sizes import BLOCK
 
-__all__ = ["narrow", "widen"]
+__all__ = ["MOST", "narrow", "widen"]
 
+MOST = torch.finfo(torch.float32).max
 _LARGEST = torch.finfo(torch.bfloat16).max
 _BIAS = 127  # a scale of 2**(byte − 127); byte 255 stands for no number
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import claims  # noqa: F401  measured.py needs it when pages are rendered, and hooks can import each other only here
 import measured
 from mkdocs.exceptions import PluginError
 

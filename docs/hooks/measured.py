@@ -7,6 +7,7 @@
     {{ source("layer") }}    file, date, versions and machine of the newest rows
     {{ when("layer") }} … {{ otherwise() }} … {{ end() }}    the first part once the file exists, until then the second
     {{ rules("run") }}, {{ rules("machine") }}    what `laneway doctor` looks for, from its own source
+    {{ claims("streams") }}    figures of others, from benchmarks/data/claims, beside our rows
     {{ settings("memory") }}    the fields of a part of the configuration, their variables, defaults and meanings, from its source
 
 The first argument names a file in benchmarks/results. Conditions compare with a cell; a list means any of its values, and
@@ -283,6 +284,13 @@ def settings(_results: Path, part: str) -> str:
     return _markdown(["field", "variable", "default", "meaning"], [False] * 4, lines)
 
 
+def claims(results: Path, name: str) -> str:
+    """A table of what others state (benchmarks/data/claims/NAME.csv) beside our rows."""
+    from claims import claims as made  # it reads rows through this module
+
+    return made(results, name)
+
+
 def _field_texts(kind: type) -> dict[str, str]:
     """The text under each field of a dataclass."""
     (body,) = (node.body for node in ast.parse(textwrap.dedent(inspect.getsource(kind))).body if isinstance(node, ast.ClassDef))
@@ -305,4 +313,5 @@ _DIRECTIVES: dict[str, Callable[..., str]] = {
     "source": source,
     "rules": rules,
     "settings": settings,
+    "claims": claims,
 }

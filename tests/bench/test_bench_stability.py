@@ -140,6 +140,39 @@ def test_rows_summary_and_going_on(tmp_path, monkeypatch):
         assert len(list(csv.reader(file))) == 9
 
 
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("residual", "hc", "mhc", "mhc-lite")])
+def test_a_mechanism_does_under_vmap_what_it_does_alone(variant):
+    """Two replicas with their controls, against one at a time: what each has noted, decided and learnt."""
+    from laneway.bench.replicas import Replicas
+
+    def trained(seeds: list[int]) -> tuple[Replicas, list]:
+        replicas, extensions = runs.build_replicas(variant, CONDITIONS["spike"], seeds, SHAPE)
+        for step in range(1, 13):
+            pairs = [torch.Generator().manual_seed(100 * seed + step) for seed in seeds]
+            inputs, targets = (torch.stack([torch.randint(0, 256, (2, 16), generator=g) for g in pairs]) for _ in range(2))
+            runs._each(extensions, "on_step_begin", step)
+
+            def after(step: int = step) -> None:
+                disturb("spike", step, SHAPE.steps, replicas)
+                runs._each(extensions, "on_backward_end", step)
+
+            runs._end(extensions, step, replicas.step(inputs, targets, 3e-3, after))
+        return replicas, extensions
+
+    both, extensions = trained([3, 8])
+    for index, seed in enumerate((3, 8)):
+        alone, own = trained([seed])
+        assert torch.allclose(both.flat[index], alone.flat[0], atol=2e-3)
+        assert (both.flat[index] - alone.flat[0]).abs().mean() < 1e-5
+        ours, theirs = ({}, {})
+        extensions[index][0].on_step_end(12, ours)
+        own[0][0].on_step_end(12, theirs)
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert torch.tensor(ours[key], dtype=torch.float64).allclose(torch.tensor(value, dtype=torch.float64), atol=1e-3)
+        assert "curvature" not in variant or max(map(max, ours["curvature"])) > 0
+
+
 def test_a_seed_s_run_does_not_depend_on_its_neighbours():
     two = stability.run(small(variants=("mhc",), conditions=("lr-0.003",))).tables["stability_runs"]
     one = stability.run(small(variants=("mhc",), conditions=("lr-0.003",), seeds=1)).tables["stability_runs"]

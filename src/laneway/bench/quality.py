@@ -50,6 +50,8 @@ class QualityOptions:
     threads: int = 0
     """0 for all."""
     quick: bool = False
+    equal_time: bool = False
+    """Also train the plain residual for as long as each other variant took."""
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
@@ -91,10 +93,44 @@ def run(options: QualityOptions, progress: Callable[[str], None] = lambda line: 
         for seed in range(options.seeds):
             progress(f"seed {seed + 1} of {options.seeds}: {', '.join(options.variants)}, {options.steps} steps each")
             rows += _one_seed(options, seed, times)
+        longer = _longer(options, rows, times, progress) if options.equal_time else []
     notes = []
     if options.quick:
         notes.append("quick: ≤ 60 s on 2 cores; a very small network, few steps, one thread: read its loss as a smoke test")
-    return Report("quality", {"quality": rows}, summarise(rows, times), notes)
+    tables = {"quality": rows} | ({"quality_time": longer} if longer else {})
+    return Report("quality", tables, summarise(rows, times) | _time_summary(longer), notes)
+
+
+def _longer(
+    options: QualityOptions, rows: Sequence[Row], times: dict[str, Samples], progress: Callable[[str], None]
+) -> list[Row]:
+    """The plain residual with a schedule of as many steps as take a variant's time, by the ratio of their median step times."""
+    found: list[Row] = []
+    for name in options.variants:
+        over = ratio(times[name], times[BASELINE]).value
+        if name == BASELINE:
+            continue
+        longer = replace(options, steps=max(1, round(options.steps * over)), variants=(BASELINE,))
+        for seed in range(options.seeds):
+            progress(f"seed {seed + 1} of {options.seeds}: {BASELINE}, {longer.steps} steps, the time of {name}")
+            (base,) = _one_seed(longer, seed, {BASELINE: Samples()})
+            (own,) = (row for row in rows if (row["variant"], row["seed"]) == (name, seed))
+            copied = ("seed", "lr", "layers", "dim", "context", "batch_size", "threads", "quick", "val_loss")
+            found.append(
+                {"variant": name, **{key: own[key] for key in copied}, "steps": own["steps"], "step_time_over_residual": over}
+                | {"residual_steps": longer.steps, "residual_val_loss": base["val_loss"]}
+                | {"val_loss_minus_residual": own["val_loss"] - base["val_loss"]}
+            )
+    return found
+
+
+def _time_summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Per variant: its loss less that of the residual after as much time, paired by seed."""
+    names = dict.fromkeys(row["variant"] for row in rows)
+    paired = {name: [row["val_loss_minus_residual"] for row in rows if row["variant"] == name] for name in names}
+    return {
+        f"{name} at equal time": {"val_loss_minus_residual": mean_interval(values).as_json()} for name, values in paired.items()
+    }
 
 
 def _one_seed(options: QualityOptions, seed: int, times: dict[str, Samples]) -> list[Row]:

@@ -20,6 +20,9 @@ def quality_job(
     steps: int = 300,
     lr: float = 3e-3,
     threads: int = 0,
+    equal_time: Annotated[bool, Flag] = False,
+    long_context: Annotated[bool, Flag] = False,
+    read_to: int = 4096,
 ) -> Job:
     """The same training run with different residuals: validation loss, step time, memory, gain.
 
@@ -32,10 +35,19 @@ def quality_job(
         steps: optimizer steps of each run.
         lr: highest learning rate, the same for all.
         threads: number of threads; 0 is all.
+        equal_time: also train the plain residual for as many steps as take the time of each variant (quality_time.csv).
+        long_context: train on 512 tokens, read longer sequences, and show the loss by position instead (quality_context.csv).
+        read_to: longest position that is read with long_context.
     """
+    if long_context:
+        from laneway.bench import long_context as bench
+
+        given = {"variants": names_of(variants), "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
+        return job_of(bench, bench.LongContextOptions(read_to=read_to, **given), quick, json, save)
     from laneway.bench import quality
 
-    options = quality.QualityOptions(variants=names_of(variants), seeds=seeds, steps=steps, lr=lr, threads=threads)
+    given = {"variants": names_of(variants), "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
+    options = quality.QualityOptions(equal_time=equal_time, **given)
     return job_of(quality, options, quick, json, save)
 
 

@@ -12,8 +12,8 @@ from laneway.doctor.facts import RunFacts
 from laneway.doctor.finding import Knob, Symptom
 
 OVERFLOW = (
-    "an out-of-memory event, or a peak above 90 % of the memory: fragments and other processes take the rest, and the next "
-    "longer batch does not fit"
+    "an out-of-memory event, a step that was redone in less memory, or a peak above 90 % of the memory: fragments and other "
+    "processes take the rest, and the next longer batch does not fit"
 )
 OCCUPIED = 0.9
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|\boom\b", re.IGNORECASE)
@@ -47,6 +47,9 @@ def memory_overflow(facts: RunFacts) -> Symptom | None:
     peak, total = facts.series("peak_bytes").finite(), facts.memory_bytes
     evidence = []
     failures = [event for event in facts.events if _is_out_of_memory(event)]
+    survived = [event for event in facts.events if event.get("kind") == "survived"]
+    if survived:
+        evidence.append(f"memory was missing in {len(survived)} steps, the first {survived[0].get('step', '?')}: redone in less")
     if failures:
         evidence.append(f"{len(failures)} out-of-memory events, the first at step {failures[0].get('step', '?')}")
     if len(peak) and math.isfinite(total) and peak.values.max() > OCCUPIED * total:

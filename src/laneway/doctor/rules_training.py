@@ -18,6 +18,7 @@ UNSTABLE_START = (
 ABOVE_START, SPIKE_NATS, SPIKE_NOISE, SPIKE_ROWS, GRAD_FACTOR, GRAD_ROWS = 0.5, 0.75, 8.0, 3, 10.0, 2
 # Rows that a running median looks back on, and rows at the very start that have too little before them.
 LOOK_BACK, SETTLE = 15, 5
+AT_GUESS = 0.25  # nats around a uniform guess
 
 DIVERGED = (
     "after the first part: the loss ends 0.5 nats (and 5 × the noise of a median) above its lowest stretch; healthy runs at a "
@@ -54,7 +55,8 @@ def unstable_start(facts: RunFacts) -> Symptom | None:
     """The first part of the run shakes: what HC does at a rate that is fine for the plain network."""
     end = facts.first_part_end
     loss, grad = facts.series("loss").upto(end).finite(), facts.series("grad_norm").upto(end).finite()
-    evidence = [*_nonfinite_start(facts, end), *_above_start(loss), *_loss_spikes(loss), *_grad_spikes(grad)]
+    uniform = math.log(max(2.0, number(facts.setting("model.vocab_size"))))
+    evidence = [*_nonfinite_start(facts, end), *_above_start(loss, uniform), *_loss_spikes(loss), *_grad_spikes(grad)]
     if not evidence:
         return None
     lr = number(facts.setting("optimizer.lr"))
@@ -77,10 +79,15 @@ def _nonfinite_start(facts: RunFacts, end: float) -> list[str]:
     return [f"{len(early)} non-finite steps, the first at step {early[0]:.0f}"] if len(early) else []
 
 
-def _above_start(loss: Series) -> list[str]:
+def _above_start(loss: Series, uniform: float) -> list[str]:
+    """The loss over its start: that of the first step, taken before any update, where it is a uniform guess's and so without
+    noise; else the median of the first three.
+    """
     if len(loss) < SETTLE + 5:
         return []
     start = float(np.median(loss.values[:3]))
+    if abs(loss.values[0] - uniform) < AT_GUESS:
+        start = float(loss.values[0])
     medians = np.median(np.lib.stride_tricks.sliding_window_view(loss.values[3:], 5), axis=1)
     worst = int(medians.argmax())
     if medians[worst] - start <= ABOVE_START:

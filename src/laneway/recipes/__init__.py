@@ -4,10 +4,28 @@ from collections.abc import Callable
 
 from laneway.recipes.gpt2_124m import gpt2_124m
 from laneway.recipes.small import small
+from laneway.recipes.symptoms import CURES, memory_overflow, slow_convergence, unstable_start
 from laneway.recipes.tiny import tiny
 from laneway.train.config import TrainConfig
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {"tiny": tiny, "small": small, "gpt2-124m": gpt2_124m}
+RECIPES: dict[str, Callable[[], TrainConfig]] = {
+    "tiny": tiny,
+    "small": small,
+    "gpt2-124m": gpt2_124m,
+    "unstable-start": unstable_start,
+    "slow-convergence": slow_convergence,
+    "memory-overflow": memory_overflow,
+}
 DEFAULT = "tiny"
 
-__all__ = ["DEFAULT", "RECIPES", "gpt2_124m", "small", "tiny"]
+__all__ = [
+    "CURES",
+    "DEFAULT",
+    "RECIPES",
+    "gpt2_124m",
+    "memory_overflow",
+    "slow_convergence",
+    "small",
+    "tiny",
+    "unstable_start",
+]

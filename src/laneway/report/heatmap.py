@@ -46,6 +46,8 @@ class HeatChart:
     title: str
     heat: Heat
     color: Scale
+    rows: str = "site"
+    """What a row of the map is."""
 
 
 def colour_scale(heats: list[Heat], log: bool | None, low: float | None, high: float | None, least_span: float) -> Scale:
@@ -73,7 +75,7 @@ def draw(chart: HeatChart, identifier: str, width: int = 360, height: int = 220)
         element("desc", describe(chart), id=f"{identifier}-d"),
         _cells(chart, edges_x, edges_y),
         element("rect", class_="frame", x=LEFT, y=TOP, width=plot_width, height=plot_height),
-        _axes(heat, edges_x, edges_y, height),
+        _axes(heat, edges_x, edges_y, height, chart.rows),
         _colour_bar(chart.color, width, plot_height),
         class_="heat",
         viewBox=f"0 0 {width} {height}",
@@ -83,6 +85,7 @@ def draw(chart: HeatChart, identifier: str, width: int = 360, height: int = 220)
             {
                 "x": [round(edge, 2) for edge in edges_x],
                 "y": [round(edge, 2) for edge in edges_y],
+                "rows": chart.rows,
                 "steps": [int(step) for step in heat.steps],
                 "values": [[float(f"{v:.4g}") if math.isfinite(v) else None for v in row] for row in heat.values.tolist()],
             },
@@ -121,7 +124,7 @@ def _cells(chart: HeatChart, edges_x: list[float], edges_y: list[float]) -> Mark
     return group(paths, class_="cells", shape_rendering="crispEdges")
 
 
-def _axes(heat: Heat, edges_x: list[float], edges_y: list[float], height: int) -> Markup:
+def _axes(heat: Heat, edges_x: list[float], edges_y: list[float], height: int, rows: str) -> Markup:
     parts = []
     base, sites = edges_y[0], len(edges_y) - 1
     every = max(1, math.ceil(sites / 9))
@@ -140,7 +143,7 @@ def _axes(heat: Heat, edges_x: list[float], edges_y: list[float], height: int) -
         middle = (edges_x[0] + edges_x[-1]) / 2
         parts.append(element("text", f"{low:.0f}", class_="tick", x=middle, y=base + 16, text_anchor="middle"))
     parts.append(element("text", "step", class_="axis-title", x=edges_x[-1], y=height - 4.0, text_anchor="end"))
-    parts.append(element("text", "site ↑", class_="axis-title", x=2.0, y=height - 4.0))
+    parts.append(element("text", f"{rows} ↑", class_="axis-title", x=2.0, y=height - 4.0))
     return group(parts, class_="axes", aria_hidden="true")
 
 
@@ -172,6 +175,6 @@ def describe(chart: HeatChart) -> str:
         return "Nothing to draw."
     probe, site = np.unravel_index(np.where(finite, values, -np.inf).argmax(), values.shape)
     return (
-        f"{values.shape[1]} sites over {values.shape[0]} probes; between {values[finite].min():.4g} and "
-        f"{values[finite].max():.4g}, largest at step {chart.heat.steps[probe]:.0f}, site {site}."
+        f"{values.shape[1]} {chart.rows}s over {values.shape[0]} probes; between {values[finite].min():.4g} and "
+        f"{values[finite].max():.4g}, largest at step {chart.heat.steps[probe]:.0f}, {chart.rows} {site}."
     )

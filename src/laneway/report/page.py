@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from laneway import __version__
 from laneway.core import InputError, LanewayError
-from laneway.report import figures, memory_figures, palette, plan_figures, schedule, tables
+from laneway.report import control, figures, memory_figures, palette, plan_figures, schedule, tables
 from laneway.report.figures import Figure
 from laneway.report.memory_figures import Table
 from laneway.report.numbers import moment
@@ -97,6 +97,7 @@ def _sections(runs: list[Run]) -> list[Section]:
         Section("memory-passes", "Memory over passes", list(memory_figures.pass_figures(runs))),
         Section("memory-steps", "Memory over steps", list(figures.scalar_figures(runs, figures.MEMORY))),
         Section("streams", "Streams over time", list(figures.scalar_figures(runs, figures.STREAMS)), dry),
+        Section("control", "Control of the streams", list(control.figures(runs))),
         Section("depth", "Streams over depth", [*figures.depth_figures(runs), *figures.heat_figures(runs)]),
     ]
 

@@ -79,7 +79,7 @@
         x: heat.x[probe], width: heat.x[probe + 1] - heat.x[probe],
         y: heat.y[site + 1], height: heat.y[site] - heat.y[site + 1],
       });
-      out.textContent = `step ${heat.steps[probe]}, site ${site}: ${short(heat.values[probe][site])}`;
+      out.textContent = `step ${heat.steps[probe]}, ${heat.rows} ${site}: ${short(heat.values[probe][site])}`;
     };
     const hide = () => { cell.setAttribute("visibility", "hidden"); out.textContent = ""; };
     wire(svg, (x, y) => {

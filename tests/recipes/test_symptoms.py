@@ -1,0 +1,101 @@
+"""Each of the three symptoms is shown by its recipe, found by doctor with evidence and knob, and gone once the knob is turned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from laneway.doctor import RunFacts, examine_run
+from laneway.recipes import CURES, RECIPES
+from laneway.train.config import TrainConfig
+from laneway.train.loop import train
+from laneway.train.settings import merge
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+# What a shared machine can't help: these say something of its load, not of the recipe.
+OF_THE_MACHINE = {"throughput-drop", "memory-growth", "memory-overflow"}
+
+
+def nested(fields: dict) -> dict:
+    found: dict = {}
+    for name, value in fields.items():
+        section, _, leaf = name.rpartition(".")
+        (found.setdefault(section, {}) if section else found)[leaf] = value
+    return found
+
+
+def cured(name: str) -> TrainConfig:
+    config, problems = merge(RECIPES[name](), nested(CURES[name]))
+    assert problems == []
+    return config
+
+
+def findings(config: TrainConfig, text_file: Path, out: Path, seed: int) -> list:
+    data = replace(config.data, path=str(text_file), cache=str(text_file.parent / "cache"))
+    train(replace(config, data=data, seed=seed), out=out, console=None)
+    return [finding for finding in examine_run(RunFacts.read(out)) if finding.rule not in OF_THE_MACHINE]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("unstable-start", "at the start"), ("slow-convergence", "a uniform guess has 5.55")],
+)
+def test_a_symptom_and_its_cure(text_file, tmp_path, name, words):
+    seed = 1
+    found = findings(RECIPES[name](), text_file, tmp_path / "sick", seed)
+    (finding,) = [finding for finding in found if finding.rule == name]
+    assert words in finding.evidence
+    assert {knob.name for knob in finding.knobs} >= set(CURES[name])
+    assert [f.rule for f in findings(cured(name), text_file, tmp_path / "well", seed)] == []
+
+
+SCRIPT = """
+import sys, torch
+from dataclasses import replace
+from laneway.memory.counting import CountingAllocator
+torch.set_num_threads(1)
+allocator = CountingAllocator.install()
+from laneway.recipes import RECIPES
+from laneway.train.loop import train
+text, cache, out, limit, micro = sys.argv[1:]
+config = RECIPES["memory-overflow"]()
+config = replace(config, data=replace(config.data, path=text, cache=cache), micro_batch_size=int(micro) or None)
+allocator.limit(allocator.live + int(limit))
+train(config, out=out, console=None)
+"""
+
+
+def limited(text_file: Path, out: Path, limit: int, micro: int) -> subprocess.CompletedProcess:
+    words = [str(text_file), str(text_file.parent / "cache"), str(out), str(limit), str(micro)]
+    return subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_memory_overflow_and_its_cure(text_file, tmp_path):
+    """The same limit of memory; the micro-batch alone is smaller."""
+    limit = 200 << 20
+    sick = limited(text_file, tmp_path / "sick", limit, 0)
+    assert sick.returncode != 0
+    assert "OutOfMemoryError" in sick.stderr
+    facts = RunFacts.read(tmp_path / "sick")
+    (finding,) = [finding for finding in examine_run(facts) if finding.rule == "memory-overflow"]
+    assert "1 out-of-memory events, the first at step 1" in finding.evidence
+    assert {knob.name for knob in finding.knobs} >= set(CURES["memory-overflow"])
+    well = limited(text_file, tmp_path / "well", limit, CURES["memory-overflow"]["micro_batch_size"])
+    assert well.returncode == 0, well.stderr
+    facts = RunFacts.read(tmp_path / "well")
+    assert json.loads((tmp_path / "well" / "events.jsonl").read_text().splitlines()[-1])["kind"] == "finish"
+    assert [f.evidence for f in examine_run(facts) if f.rule == "memory-overflow" and "out-of-memory" in f.evidence] == []
+
+
+def test_every_cure_is_of_a_recipe_and_says_a_doctor_s_rule():
+    from laneway.doctor import RULES
+
+    for name in CURES:
+        assert name in RECIPES
+        assert name in {rule.name for rule in RULES}
+        assert cured(name).problems() == []

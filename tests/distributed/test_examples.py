@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import sys
 from pathlib import Path
 
@@ -47,6 +48,23 @@ def alone(world: int, steps: int) -> list[float]:
     return found
 
 
+def test_ddp_of_one_rank_trains_as_without(monkeypatch, capsys):
+    import ddp_levels
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["ddp_levels.py", "--topology", "1xCPU", "--steps", "4"])
+    ddp_levels.main()
+    said = capsys.readouterr().out
+    assert losses(said) == pytest.approx(alone(1, 4), rel=1e-4)
+    assert sent(said) == {"L1": 0}
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ddp_over_two_hosts_trains_as_one_process(tmp_path):
     said = torchrun(2, SCRIPT, "--topology", "1xCPU_2nodes", "--steps", "4", cwd=tmp_path).stdout

@@ -211,7 +211,8 @@ class LinkProbe:
 
     def _path(self, pair: Pair, row: list[float]) -> PathTime:
         alpha, out, back = row
-        seconds = max(out - alpha, 1e-9), max(back - alpha, 1e-9)
+        alpha = min(alpha, out / 4, back / 4)  # a small message that was held up says nothing of the large one
+        seconds = out - 2 * alpha, back - 2 * alpha
         return PathTime(pair, self.tree.level(pair), alpha, seconds, (self.nbytes / seconds[0], self.nbytes / seconds[1]))
 
     def _measure(self, pair: Pair, row: torch.Tensor) -> None:
@@ -222,9 +223,9 @@ class LinkProbe:
         out = min(self._there_and_back(other, first, self._large) for _ in range(self.repeats))
         back = min(self._there_and_back(other, not first, self._large) for _ in range(self.repeats))
         if first:
-            row[0], row[1] = alpha, out - alpha
+            row[0], row[1] = alpha, out
         else:
-            row[2] = back - alpha
+            row[2] = back
 
     def _there_and_back(self, other: int, sends: bool, message: torch.Tensor) -> float:
         """Seconds from before the message is sent until the answer, of a few bytes, is there; of the sender."""

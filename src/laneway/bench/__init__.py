@@ -24,5 +24,6 @@ BENCHES = {
     "adaptation": "a link that gets slow in the middle of a run and well again: what is done about it, and how soon",
     "lora": "fine-tunes with a mistake: whether the consistency check says so before the loss does, and its false alarms",
     "prediction": "how well small messages foretell the time of every reduction at every size, on the same network",
+    "dropping": "gradients that stay at home: validation loss and bytes, with and without error feedback",
     "collectives": "reductions over the levels of a network of several hosts on this machine, against flat ones: times, bytes",
 }

@@ -62,6 +62,8 @@ COLUMNS = {
                       "torus_ms", "native", "chosen", "chosen_ms", "native_kept"),
     "scheduling": ("experiment", "choice", "best_fixed", "steps", "changes", "seconds", "step_ms", "over_best_fixed",
                    "over_best_fixed_low", "over_best_fixed_high"),
+    "dropping": ("variant", "seed", "steps", "val_loss", "val_loss_over_dense", "saved_share"),
+    "dropping_bytes": ("scheme", "parameters", "sent_bytes", "saved_over_zero3"),
     "prediction": ("message_bytes", "variant", "function", "rounds", "measured_ms", "predicted_ms", "error"),
     "prediction_scores": ("message_bytes", "schemes", "mean_error", "worst_error", "fp32_regret", "worst_regret"),
     "collectives": ("op", "message_bytes", "variant", "rounds", "wall_ms", "wall_ms_q1", "wall_ms_q3", "floor_ms", "flat_over",

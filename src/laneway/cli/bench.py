@@ -12,6 +12,7 @@ import tyro
 from laneway.bench import BENCHES
 from laneway.cli._bench_adaptation import adaptation_job
 from laneway.cli._bench_collectives import collectives_job, prediction_job
+from laneway.cli._bench_dropping import dropping_job
 from laneway.cli._bench_job import Job, job_of, names_of
 from laneway.cli._bench_quality import quality_job, stability_job
 from laneway.cli._bench_scheduling import scheduling_job
@@ -341,5 +342,6 @@ COMMANDS = {
     "scheduling": scheduling_job,
     "adaptation": adaptation_job,
     "collectives": collectives_job,
+    "dropping": dropping_job,
     "prediction": prediction_job,
 }

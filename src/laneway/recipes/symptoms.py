@@ -51,4 +51,6 @@ def memory_overflow() -> TrainConfig:
     It shows on a device, or under a limit, with less than that.
     """
     config = _small(OptimizerConfig(lr=0.01, warmup=0.1))
-    return replace(config, model=replace(config.model, context=256, dim=32), steps=1, batch_size=64, validation_batches=1, probe_every=0)
+    return replace(
+        config, model=replace(config.model, context=256, dim=32), steps=1, batch_size=64, validation_batches=1, probe_every=0
+    )

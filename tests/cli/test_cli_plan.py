@@ -29,9 +29,32 @@ def test_json_is_one_object_and_the_written_plan_is_the_same(tmp_path: Path, cap
     assert picture.read_text().startswith("<svg")
 
 
+def test_settings_of_the_network_are_written_and_the_users_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_NTHREADS", "2")
+    ask = [
+        "plan",
+        "--model-size",
+        "7B",
+        "--topology",
+        "8xH100_2nodes_2racks@NDR400/400GbE:4",
+        "--export-settings",
+        str(tmp_path / "s"),
+    ]
+    assert main([*ask, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["settings"]
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["nccl_tuner.csv", "network.env"]
+    assert said["kept"] == {"NCCL_SOCKET_NTHREADS": "2"}
+    assert said["environment"]["NCCL_NSOCKS_PERTHREAD"] == "4"
+    assert main(ask) == 0
+    assert "NCCL_SOCKET_NTHREADS=2 is yours and stays" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "field"),
     [
+        (["--model-size", "7B", "--topology", "8xH100", "--export-settings", "/proc/nowhere"], "export_settings"),
         (["--model-size", "175", "--topology", "8xH100"], "model_size"),
         (["--model-size", "7B", "--topology", "8xH10O"], "topology"),
         (["--topology", "8xH100"], "model_size"),

@@ -50,6 +50,15 @@ def test_the_default_is_fine():
         ("optimizer.eps", 0.0),
         ("optimizer.weight_decay", -0.1),
         ("optimizer.clip_norm", -1.0),
+        ("control.curvature", 1.5),
+        ("control.curvature", float("nan")),
+        ("control.curvature", "automatic"),
+        ("control.curvature_final", -0.1),
+        ("control.curvature_every", 0),
+        ("control.curvature_sample", 12),
+        ("control.curvature_neighbours", 1),
+        ("control.curvature_projection", 33),
+        ("control.curvature_projection", 0),
         ("control.purify_every", -1),
         ("control.purify_screen", "later"),
         ("control.purify_sample", 3),
@@ -64,6 +73,11 @@ def test_a_wrong_value_is_named(config, change, field, value):
     assert fields_of(wrong.problems()) == [field]
     with pytest.raises(InputError, match=field.replace(".", r"\.")):
         wrong.check()
+
+
+def test_a_strength_that_chooses_itself_has_no_schedule(change):
+    assert change(control={"curvature": "auto"}).problems() == []
+    assert fields_of(change(control={"curvature": "auto", "curvature_final": 0.5}).problems()) == ["control.curvature_final"]
 
 
 def test_one_thing_corrects_gradients(change):

@@ -7,11 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from laneway.connections.gates import FixedGate
 from laneway.core import LanewayError
 from laneway.rundir import RunDirectory
 from laneway.train.control_config import ControlConfig
 from laneway.train.controls import build_controls
 from laneway.train.loop import train
+from laneway.train.trained import load_trained
 
 
 class Fault:
@@ -64,10 +66,10 @@ def go(monkeypatch):
 def quick(change, **control):
     model = {"layers": 3, "context": 16, "dim": 8}
     return change(
-        steps=40,
+        steps=26,
         model=model,
         control=control,
-        checkpoint_every=30,
+        checkpoint_every=20,
         validate_every=0,
         probe_every=0,
         sample_tokens=0,
@@ -75,12 +77,16 @@ def quick(change, **control):
     )
 
 
+def resumed_at(path) -> list[int]:
+    return [event["step"] for event in RunDirectory(path).read_events() if event["kind"] == "resume"]
+
+
 def rows(path, key: str) -> list:
     return [row.get(key) for row in RunDirectory(path).read_metrics() if "loss" in row]
 
 
 def test_everything_is_off_by_default():
-    assert build_controls(ControlConfig(), None, print) == []
+    assert build_controls(ControlConfig(), None, 1, print) == []
 
 
 @pytest.mark.parametrize("screen", ["now", "late"])
@@ -91,6 +97,7 @@ def test_a_purified_run_is_the_run_until_something_is_wrong(change, go, tmp_path
     assert found[:20] == [0] * 20
     assert found[20:24] == ([1, 1, 1, 0] if screen == "now" else [0, 1, 1, 0])
     go(config, tmp_path / "purified", Fault(range(21, 24)), resume=True)
+    assert resumed_at(tmp_path / "purified") == [20]
     go(quick(change), tmp_path / "off")
     assert rows(tmp_path / "purified", "loss")[:21] == rows(tmp_path / "off", "loss")[:21]
     go(config, tmp_path / "whole", Fault(range(21, 24)))
@@ -121,7 +128,29 @@ def test_a_guarded_run_resumes_exactly(change, go, tmp_path):
     go(config, tmp_path / "whole", Fault(range(23, 25)))
     go(config, tmp_path / "parts", Fault(range(23, 25), stop_at=22), stop=True)
     go(config, tmp_path / "parts", Fault(range(23, 25)), resume=True)
+    assert resumed_at(tmp_path / "parts") == [20]
     for key in ("loss", "grad_norm", "purified_paths"):
         assert rows(tmp_path / "parts", key) == rows(tmp_path / "whole", key)
     with pytest.raises(LanewayError, match=r"control\.norm_guard"):
         go(quick(change), tmp_path / "parts", Fault(range(0)), resume=True)
+
+
+@pytest.mark.parametrize("control", [{"curvature": 0.3, "curvature_final": 0.9}, {"curvature": "auto"}], ids=["schedule", "auto"])
+def test_a_constrained_run_resumes_exactly_and_its_weights_come_back_with_their_gates(change, go, tmp_path, control):
+    config = quick(change, **control, curvature_every=2, curvature_sample=16, curvature_neighbours=4)
+    go(config, tmp_path / "whole")
+    go(config, tmp_path / "parts", Fault(range(0), stop_at=23), stop=True)
+    trained = load_trained(tmp_path / "parts", torch.device("cpu"))
+    assert "checkpoint of step 20" in trained.source
+    assert trained.write("a", 4)
+    go(config, tmp_path / "parts", resume=True)
+    for key in ("loss", "lambda", "gate", "curvature"):
+        assert rows(tmp_path / "parts", key) == rows(tmp_path / "whole", key)
+    strengths = rows(tmp_path / "whole", "lambda")
+    if "curvature_final" in control:
+        assert strengths == sorted(strengths)
+        assert strengths[-1] == pytest.approx(0.9)
+        assert min(min(site) for site in rows(tmp_path / "whole", "gate")[-1]) < 1
+    exported = load_trained(tmp_path / "whole", torch.device("cpu")).model
+    gates = [m.gate.tolist() for m in exported.modules() if isinstance(m, FixedGate)]
+    assert gates == [pytest.approx(site) for site in rows(tmp_path / "whole", "gate")[-1]]

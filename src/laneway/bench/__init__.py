@@ -21,6 +21,7 @@ BENCHES = {
     "policies": "eviction policies on recorded training steps in a simulated device: stall, overhead, bytes moved",
     "planner": "the cost model on published step times, per model size; claims simulated on stated networks",
     "scheduling": "where tasks run, decided before each step, against fixed choices, on a network whose load moves",
+    "adaptation": "a link that gets slow in the middle of a run and well again: what is done about it, and how soon",
     "lora": "fine-tunes with a mistake: whether the consistency check says so before the loss does, and its false alarms",
     "prediction": "how well small messages foretell the time of every reduction at every size, on the same network",
     "collectives": "reductions over the levels of a network of several hosts on this machine, against flat ones: times, bytes",

@@ -80,7 +80,8 @@ class GainWatch:
 class ControlNotes:
     """Tensors that controls of streams write beside their buffers (samples, decisions): stacked for a pass, then handed back.
 
-    Each replica's control keeps its own tensors; what the template's controls wrote under vmap is copied into them.
+    Each replica's control keeps its own tensors; what the template's controls wrote under vmap is copied into them. Those that
+    take a gradient are ``meters``: nothing is written to them, and each replica's own is given its gradient.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -91,10 +92,22 @@ class ControlNotes:
             for name, value in vars(same[0]).items()
             if isinstance(value, Tensor)
         ]
+        self.meters: list[Tensor] = []
 
     def stacked(self) -> list[Tensor]:
         """One tensor [R, …] for each."""
-        return [torch.stack([getattr(control, name) for control in same]) for same, name in self.places]
+        rows = [torch.stack([getattr(control, name).detach() for control in same]) for same, name in self.places]
+        metered = [getattr(same[0], name).requires_grad for same, name in self.places]
+        self.meters = [row.requires_grad_() for row, is_meter in zip(rows, metered, strict=True) if is_meter]
+        return rows
+
+    def credit(self, gradients: Sequence[Tensor]) -> None:
+        """Give each replica's meters their rows of the gradients [R, …] of ``meters``."""
+        metered = [(same, name) for same, name in self.places if getattr(same[0], name).requires_grad]
+        for (same, name), rows in zip(metered, gradients, strict=True):
+            for control, row in zip(same, rows, strict=True):
+                meter = getattr(control, name)
+                meter.grad = row.clone() if meter.grad is None else meter.grad + row
 
     def put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Give the template's controls these, under vmap; returns what they had."""
@@ -111,7 +124,8 @@ class ControlNotes:
         """Copy the rows of tensors [R, …] to the replicas' controls."""
         for (same, name), rows in zip(self.places, tensors, strict=True):
             for control, row in zip(same, rows, strict=True):
-                getattr(control, name).copy_(row)
+                if not getattr(control, name).requires_grad:
+                    getattr(control, name).copy_(row)
 
 
 class Replicas:
@@ -187,8 +201,10 @@ class Replicas:
     def step(self, inputs: Tensor, targets: Tensor, lr: float, after_backward: Callable[[], None] = lambda: None) -> ReplicaStep:
         """One optimizer step of every replica: inputs and targets int64 [R, b, t]. One that is not finite changes nothing."""
         loss, gain = self._forward(inputs, targets)
-        found = torch.autograd.grad(loss.sum(), list(self.parameters.values()), materialize_grads=True)
-        torch._foreach_copy_(self.gradients, found)
+        trained, meters = list(self.parameters.values()), self.notes.meters
+        found = torch.autograd.grad(loss.sum(), [*trained, *meters], materialize_grads=True)
+        torch._foreach_copy_(self.gradients, found[: len(trained)])
+        self.notes.credit(found[len(trained) :])
         after_backward()
         norm = self.grad.norm(dim=1)
         loss = loss.detach()

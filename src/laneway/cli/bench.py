@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from laneway.bench import BENCHES
+from laneway.cli._bench_adaptation import adaptation_job
 from laneway.cli._bench_collectives import collectives_job, prediction_job
 from laneway.cli._bench_job import Job, job_of, names_of
 from laneway.cli._bench_quality import quality_job, stability_job
@@ -338,6 +339,7 @@ COMMANDS = {
     "soak": soak_job,
     "planner": planner_job,
     "scheduling": scheduling_job,
+    "adaptation": adaptation_job,
     "collectives": collectives_job,
     "prediction": prediction_job,
 }

@@ -57,6 +57,8 @@ class Plan:
     """Write the plan, as TOML or (.json) JSON; `laneway train --plan FILE` applies it."""
     picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE.svg")] = None
     """Write the picture of levels, groups and bytes."""
+    export_settings: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Write settings of NCCL and gloo that follow from the network: network.env, and nccl_tuner.csv. What you have set stays."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Wrap the model without its weights on as many pretended ranks as the plan has, and say what a rank holds."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -77,6 +79,9 @@ def run(args: Sequence[str]) -> int:
         lines += ["", compared.told()]
     if asked.dry_run:
         result["dry_run"], told = dry(plan)
+        lines += ["", told]
+    if asked.export_settings is not None:
+        result["settings"], told = export(plan, asked.export_settings, here=asked.topology is None)
         lines += ["", told]
     if asked.picture is not None:
         draw(plan, asked.picture)
@@ -137,6 +142,23 @@ def dry(plan: Strategy) -> tuple[dict[str, Any], str]:
     held = f"{done.parameters_on_rank:,} parameters ({done.bytes_on_rank / 1e9:.3g} GB) on a rank"
     took = f"{done.seconds:.1f} s and {done.peak_bytes / 1e9:.3g} GB here"
     return dataclasses.asdict(done), f"dry run on {plan.world} ranks: {held}; it took {took}"
+
+
+def export(plan: Strategy, folder: Path, *, here: bool) -> tuple[dict[str, Any], str]:
+    """Write settings of NCCL and gloo; the variables, those that the user has set, the files, and what to say of them.
+
+    Args:
+        plan: whose network.
+        folder: for the files.
+        here: whether this host is one of the cluster's, so that names of its interfaces are those to use.
+    """
+    from laneway.cluster.probe.settings import found_interfaces, settings_of
+
+    settings = settings_of(plan.topology, interfaces=found_interfaces() if here else None)
+    paths = [str(path) for path in settings.write(folder)]
+    kept = {each.name: each.users for each in settings.kept}
+    lines = [f"settings in {' and '.join(paths)}", *(f"{name}={value} is yours and stays" for name, value in kept.items())]
+    return {"environment": settings.environment, "kept": kept, "files": paths}, "\n".join(lines)
 
 
 def draw(plan: Strategy, path: Path) -> None:

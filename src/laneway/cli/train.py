@@ -1,4 +1,4 @@
-"""``laneway train [RECIPE] [--config FILE] [--plan FILE] [--out DIR] [--resume] [--json] [any field as a flag]``."""
+"""``laneway train [RECIPE] [--config FILE] [--plan FILE] [--out DIR] [--resume] [--resume-or-start] [any field as a flag]``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from laneway.cli._parse import parse
+from laneway.cluster.recover import LostContactError, leave
 from laneway.core import InputError, LanewayError, choice
 from laneway.memory.config import from_environment
 from laneway.recipes import DEFAULT, RECIPES
@@ -44,6 +46,7 @@ class Request:
     json: bool
     settings: TrainConfig
     plan_file: Path | None = None
+    resume_or_start: bool = False
 
     @property
     def folder(self) -> Path:
@@ -59,11 +62,15 @@ def run(args: Sequence[str]) -> int:
         result = train(
             request.settings,
             out=request.folder,
-            resume=request.resume,
+            resume=None if request.resume_or_start else request.resume,
             spare=request.out is None,
             console="stderr" if request.json else "stdout",
             plan=planned(request),
         )
+    except LostContactError as error:
+        if error.speaks:
+            print(f"laneway train: {error}", file=sys.stderr)
+        leave(error.exit_code)
     except LanewayError as error:
         if first_rank:
             raise
@@ -86,6 +93,9 @@ def read_request(args: Sequence[str]) -> Request:
         if _source(found) == _source(guess):
             break
         guess = found
+    if found.resume_or_start and (found.resume or found.out is None):
+        wanted = "without --resume" if found.resume else "with --out DIR, so that each start finds the same run"
+        raise InputError("resume_or_start", True, wanted)
     if found.resume and found.out is None:
         found = dataclasses.replace(found, out=newest_run(found.folder))
     return found
@@ -141,6 +151,7 @@ def _command(start: TrainConfig) -> Callable[..., Request]:
         plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
         out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
         resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+        resume_or_start: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
         json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
         settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = start,
     ) -> Request:
@@ -152,10 +163,11 @@ def _command(start: TrainConfig) -> Callable[..., Request]:
             plan: what `laneway plan --recipe RECIPE --write FILE` wrote: sets batch, layout, precision and recompute.
             out: run directory; by default runs/RECIPE, or runs/RECIPE-2, … where that is taken.
             resume: go on from the newest checkpoint in --out (by default the latest run of the recipe).
+            resume_or_start: go on with the run in --out if there is one, else start it: one command for torchrun to repeat.
             json: one JSON object on stdout at the end; everything else goes to stderr.
             settings: the run
         """
-        return Request(recipe, config, out, resume, json, settings, plan)
+        return Request(recipe, config, out, resume, json, settings, plan, resume_or_start)
 
     return command
 

@@ -3,14 +3,19 @@
 from laneway.connections.backends import use_backend
 from laneway.connections.chain import StreamChain, block_length
 from laneway.connections.consistency import ConsistencyCheck
+from laneway.connections.guard import PathNormGuard
 from laneway.connections.inspect import StreamProbe
 from laneway.connections.layer import HyperConnection, StreamReadout, expand_spread, expand_streams
 from laneway.connections.lora import add_lora
 from laneway.connections.parameters import param_groups, shard_connections
+from laneway.connections.paths import paths_of
+from laneway.connections.purify import GradientPurifier
 
 __all__ = [
     "ConsistencyCheck",
+    "GradientPurifier",
     "HyperConnection",
+    "PathNormGuard",
     "StreamChain",
     "StreamProbe",
     "StreamReadout",
@@ -19,6 +24,7 @@ __all__ = [
     "expand_spread",
     "expand_streams",
     "param_groups",
+    "paths_of",
     "shard_connections",
     "use_backend",
 ]

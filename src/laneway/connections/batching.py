@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laneway.connections import control, ops, site_ops
+from laneway.connections import control, ops, priorities, site_ops
 from laneway.connections.backends import backend_for
 from laneway.connections.kernels.eager import compute_dtype
 
@@ -183,5 +183,6 @@ for _op, _tensors, _function in (
     (site_ops.mhc_post, 4, _post),
     (site_ops.mhc_cross, 8, _cross),
     (control.res_token, 2, _res_token),
+    (priorities.metered_use, 2, priorities.metered_use),
 ):
     _op.register_vmap(_rule(_tensors)(_function))

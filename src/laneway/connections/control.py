@@ -10,7 +10,8 @@ it leaves them alone. What each change costs:
 
     post   a few numbers a token; the fused passes over the streams stay
     res    one more pass in the backward: the streams' gradient through the changed H_res
-    pre    h is mixed again (forward and backward), except at a single-pass site, whose H_pre mixes the next site's h
+    pre    the change is mixed and added to h (one more pass, forward and backward; equal numbers leave h as it is, bit for bit),
+           except at a single-pass site, whose H_pre mixes the next site's h
 
 ``site.control = None`` is the site without any of this, the same ops and the same bits. A site whose maps are disabled (one
 stream) has nothing to control and never calls it. A forward pass may run twice (activation checkpointing): a control must
@@ -109,7 +110,7 @@ def _parts(control: StreamControl) -> list[StreamControl]:
 
 
 def apply_control(site: HyperConnection, x: Tensor, h: Tensor, merge: Merge) -> Tensor:
-    """Let the site's control change what ``merge`` holds; returns h, mixed again where H_pre changed."""
+    """Let the site's control change what ``merge`` holds; returns h, with the change of H_pre mixed in."""
     pre, post, res = merge.pre_map if merge.maps is None else merge.pre, merge.post, merge.res
     if site.control is None or pre is None or post is None or res is None:
         return h
@@ -124,8 +125,8 @@ def apply_control(site: HyperConnection, x: Tensor, h: Tensor, merge: Merge) -> 
         _hand_on(merge, new_pre, new_post, new_res, moved=new_res is not res)
         if new_pre is pre or site.single_pass:
             return h
-        rows = new_pre.view(*x.shape[:-2], 1, x.shape[-2])
-        return (rows @ x.to(rows.dtype)).squeeze(-2).to(x.dtype)
+        change = (new_pre - pre).view(*x.shape[:-2], 1, x.shape[-2])
+        return (h.to(change.dtype) + (change @ x.to(change.dtype)).squeeze(-2)).to(h.dtype)
 
 
 def _hand_on(merge: Merge, pre: Tensor, post: Tensor, res: Tensor, moved: bool) -> None:

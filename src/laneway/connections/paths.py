@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from laneway.connections.control import StreamControl
 from laneway.connections.layer import HyperConnection
 from laneway.connections.parameters import WideParameters
 from laneway.core import InputError
@@ -58,7 +59,7 @@ def paths_of(model: nn.Module) -> list[Path]:
     """The paths of a model, in the order of its modules; of a wrapped one (DDP, FSDP2, …) after it was wrapped.
 
     Three a site (``….pre``, ``….post``, ``….res``), and one for every trained matrix (two dims or more) that lies in a numbered
-    block and belongs to no site, read-out or embedding. A matrix that an embedding shares is left out too.
+    block and belongs to no site (nor its control), read-out or embedding. A matrix that an embedding shares is left out too.
 
     Raises:
         InputError: the model has none.
@@ -69,7 +70,7 @@ def paths_of(model: nn.Module) -> list[Path]:
         name = _WRAPPERS.sub("", f"{prefix}.").rstrip(".")
         if isinstance(module, HyperConnection):
             found += _site_paths(name, module)
-        elif not isinstance(module, WideParameters | nn.Embedding):
+        elif not isinstance(module, WideParameters | nn.Embedding | StreamControl):
             found += _matrices(name, module, embedded)
     if not found:
         raise InputError("model", type(model).__name__, "a model with hyper-connections or numbered blocks, some of it trained")

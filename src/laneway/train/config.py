@@ -33,6 +33,7 @@ CADENCE = frozenset(
         "sample_tokens",
         "max_nonfinite",
         "max_failed_checkpoints",
+        "failure_timeout",
         "data.cache",
         "data.verify",
         "data.rebuild",
@@ -142,11 +143,15 @@ class TrainConfig:
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
     max_failed_checkpoints: int = 3
     """Intervals in a row whose checkpoint may fail (a full disk): the run goes on; 0: the first one stops it."""
+    failure_timeout: float = 0.0
+    """Seconds without a sign of life after which a rank counts as lost, and the run ends on all others; 0: torch's timeouts."""
 
     def problems(self, world_size: int = 1) -> list[InputError]:
         """Everything that is wrong with the configuration, one error a field, for a run on ``world_size`` ranks."""
         found = [*self.model.problems("model"), *self.optimizer.problems("optimizer"), *self.memory.problems("memory")]
         found += [*self.control.problems("control"), *self.reduction.problems("reduction")]
+        if not found:
+            found += collect([lambda: self.control.check_model(self.model)])
         counts = {"steps": 0, "batch_size": 1, "log_every": 1, "keep_checkpoints": 1, "max_nonfinite": 1}
         counts |= dict.fromkeys(("seed", "probe_every", "validate_every", "checkpoint_every", "sample_tokens"), 0)
         counts |= {"validation_batches": 1, "max_failed_checkpoints": 0}
@@ -160,6 +165,7 @@ class TrainConfig:
                 self._check_seed,
                 self._check_prompt,
                 self._check_recompute,
+                self._check_failure_timeout,
                 lambda: self._check_parts(world_size),
                 lambda: self._check_reduction(world_size),
             ]
@@ -206,6 +212,10 @@ class TrainConfig:
     def _check_seed(self) -> None:
         if isinstance(self.seed, int) and self.seed >= 2**63:
             raise InputError("seed", self.seed, "an integer from 0 to below 2**63")
+
+    def _check_failure_timeout(self) -> None:
+        if not (self.failure_timeout == 0 or 1 <= self.failure_timeout < math.inf):
+            raise InputError("failure_timeout", self.failure_timeout, "seconds ≥ 1, or 0 for torch's own timeouts")
 
     def _check_prompt(self) -> None:
         try:

@@ -6,14 +6,32 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from laneway.connections.curvature import WIDEST
+from laneway.connections.gates import strength_in_range
 from laneway.connections.purify import SCREENS
+from laneway.connections.schedule import Schedule
 from laneway.core import InputError, choice, collect, positive_int
+from laneway.models.gpt import GPTConfig
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class ControlConfig:
     """Controls of streams and gradients; each is off until its field says otherwise."""
 
+    curvature: float | str = 0.0
+    """λ of the curvature constraint, 0 to 1, or auto (chosen as the run goes); 0, with curvature_final as it is: off."""
+    curvature_final: float | None = None
+    """λ at the last step, reached linearly from ``curvature``; None: λ stays."""
+    curvature_every: int = 8
+    """Steps between two measurements of curvature."""
+    curvature_sample: int = 64
+    """Tokens that a measurement looks at, for each stream and rank."""
+    curvature_neighbours: int = 12
+    """Nearest neighbours that reconstruct a token."""
+    curvature_projection: int | None = None
+    """Dimensions that tokens are projected to, at most 32 and the width of a stream; None: 16 or that width."""
     purify_every: int = 0
     """Steps between checks of all paths' gradients, whose outliers are moved back to what is usual; 4 to 8 are; 0: off."""
     purify_screen: str = "now"
@@ -22,18 +40,86 @@ class ControlConfig:
     """Gradient values of each parameter that a check looks at."""
     norm_guard: float = 0.0
     """Scale a path whose gradient norm is more than so many times its own moving average down to it, every step; 0: off."""
+    scheduler: bool = False
+    """Priorities of the streams at every site, token by token, from their contents and their recent use (schedule.py)."""
+    scheduler_temperature: float = 1.0
+    """> 0: the lower, the more one stream is preferred."""
+    scheduler_floor: float = 0.05
+    """Smallest share of each stream in the priorities, > 0 and < 1 / streams."""
+    scheduler_form: str = "scale"
+    """scale | logits: how priorities change a map."""
+    scheduler_demand: float = 0.5
+    """How far shares of recent use (gradient × activation) set the priorities, from 0 to below 1."""
+    scheduler_damping: float = 0.5
+    """How far writes to streams that are too alike are held back, ≥ 0; 0: not at all."""
+    scheduler_keep_total: bool = True
+    """Whether a token's writes add up to what they would without the scheduler."""
+    scheduler_every: int = 8
+    """Steps between two measurements of use and likeness."""
     verify_ranks: bool = False
     """Compare a hash of each decision over the ranks; the run stops where two differ."""
+
+    @property
+    def constrains(self) -> bool:
+        """Whether the curvature constraint is on."""
+        return self.curvature != 0 or self.curvature_final not in (None, 0)
 
     def problems(self, prefix: str = "control") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
         checks: list[Callable[[], object]] = [
+            lambda: self._check_strength(prefix),
+            lambda: positive_int(f"{prefix}.curvature_every", self.curvature_every),
+            lambda: self._check_sample(prefix),
+            lambda: self._check_projection(f"{prefix}.curvature_projection"),
             lambda: positive_int(f"{prefix}.purify_every", self.purify_every, 0),
             lambda: choice(f"{prefix}.purify_screen", self.purify_screen, SCREENS),
             lambda: positive_int(f"{prefix}.purify_sample", self.purify_sample, 64),
             lambda: self._check_guard(f"{prefix}.norm_guard"),
         ]
-        return collect(checks)
+        return [*collect(checks), *self.schedule.problems((), (), f"{prefix}.scheduler_")]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The scheduler's fields."""
+        return Schedule(
+            temperature=self.scheduler_temperature,
+            floor=self.scheduler_floor,
+            form=self.scheduler_form,
+            demand=self.scheduler_demand,
+            damping=self.scheduler_damping,
+            keep_total=self.scheduler_keep_total,
+            every=self.scheduler_every,
+        )
+
+    def check_model(self, model: GPTConfig, prefix: str = "control") -> None:
+        """Raise InputError where the scheduler can't work on this model."""
+        if not self.scheduler:
+            return
+        if model.residual == "residual" or model.streams == 1:
+            raise InputError(f"{prefix}.scheduler", True, "false for one stream: model.residual with maps and model.streams ≥ 2")
+        for problem in self.schedule.problems((model.streams,), (model.dim,), f"{prefix}.scheduler_"):
+            raise problem
+
+    def _check_strength(self, prefix: str) -> None:
+        if self.curvature == AUTO:
+            if self.curvature_final is not None:
+                raise InputError(f"{prefix}.curvature_final", self.curvature_final, "nothing beside curvature = auto")
+            return
+        if isinstance(self.curvature, str):
+            raise InputError(f"{prefix}.curvature", self.curvature, f"a number from 0 to 1, or {AUTO}")
+        strength_in_range(f"{prefix}.curvature", self.curvature)
+        if self.curvature_final is not None:
+            strength_in_range(f"{prefix}.curvature_final", self.curvature_final)
+
+    def _check_sample(self, prefix: str) -> None:
+        positive_int(f"{prefix}.curvature_neighbours", self.curvature_neighbours, 2)
+        more = self.curvature_neighbours + 1
+        positive_int(f"{prefix}.curvature_sample", self.curvature_sample, more)
+
+    def _check_projection(self, name: str) -> None:
+        given = self.curvature_projection
+        if given is not None and not 1 <= positive_int(name, given) <= WIDEST:
+            raise InputError(name, given, f"an integer from 1 to {WIDEST}")
 
     def _check_guard(self, name: str) -> None:
         if not (self.norm_guard == 0 or 1 < self.norm_guard < math.inf):

@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,10 @@ from torch import Tensor
 
 from laneway.checkpoint import CheckpointStore, export
 from laneway.checkpoint.atomic import explain
+from laneway.cluster.recover import CutOffError, LostContactError
 from laneway.core import Extension, InputError, LanewayError, SharesStatistics
 from laneway.memory.oom import out_of_memory
-from laneway.rundir import RunDirectory, event_row, replace_file
+from laneway.rundir import RunDirectory, append_event, event_row, replace_file
 from laneway.strategy.norms import local
 from laneway.train.config import TrainConfig
 from laneway.train.controls import build_controls
@@ -36,7 +37,7 @@ from laneway.train.faults import NonfiniteGuard, StopRequest
 from laneway.train.metrics import MetricsWriter, StepClock, peak_bytes, plain
 from laneway.train.parallel import resolve
 from laneway.train.patient import PatientRows
-from laneway.train.place import claimed, free_folder
+from laneway.train.place import disk_errors, run_folder
 from laneway.train.progress import Display
 from laneway.train.ranks import Ranks, ranks_of_run
 from laneway.train.resume import check_same_run, load_state, save_state
@@ -68,7 +69,7 @@ def train(
     config: TrainConfig,
     *,
     out: str | Path,
-    resume: bool = False,
+    resume: bool | None = False,
     spare: bool = False,
     extensions: Sequence[Extension] = (),
     on_batch: Callable[[int, Batch], Batch] | None = None,
@@ -82,7 +83,7 @@ def train(
     Args:
         config: the whole run.
         out: the run directory.
-        resume: go on from the newest good checkpoint in ``out``.
+        resume: go on from the newest good checkpoint in ``out``; None: if there is a run, else start one.
         spare: where ``out`` holds a run already, take ``out-2``, ``out-3``, … instead of raising.
         extensions: take part in every step, in this order and before the controls of ``config.control``, on every rank.
         on_batch: given the step and this rank's inputs and targets [b, t], what is trained on instead, such as shorter sequences;
@@ -93,36 +94,23 @@ def train(
     Raises:
         InputError: a field is wrong, the folder is taken, or the run in it was made with another configuration.
         LanewayError: too many steps in a row were not finite; the last good checkpoint is kept.
+        LostContactError: with ``failure_timeout``, a rank was lost. Only ``recover.leave`` surely ends the process then; one
+            that is stuck in a collective is ended here.
     """
     started = time.perf_counter()
     if config.model.logit_cap is None:  # TOML has no null, and config.toml must give the same run again
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, logit_cap=0.0))
-    with StopRequest().listening() as stop, ranks_of_run(config.device) as ranks:
+    with StopRequest().listening() as stop, ranks_of_run(config.device, config.failure_timeout) as ranks:
         config.check(ranks.world_size)
         resolve(config.parallel, ranks.world_size)
         display = Display(config.steps, enabled=ranks.first and console is not None, to_stderr=console == "stderr")
-        with _disk_errors(Path(out)), _folder(ranks, Path(out), resume, spare) as run:
-            layout = ranks.together(lambda: check_same_run(run, config) if resume else [])
+        patience = 2 * config.failure_timeout  # a rank 0 that lost contact on another host may hold the folder so long
+        with disk_errors(Path(out)), run_folder(ranks, Path(out), resume, spare, patience) as (run, going_on):
+            layout = ranks.together(lambda: check_same_run(run, config, ranks.world_size) if going_on else [])
             # In one expression: no name here keeps the model alive when the processes part.
             return _Training(
                 config, run, ranks, build(config, ranks), list(extensions), on_batch, display, stop, started, plan
-            ).run(resume, layout)
-
-
-@contextmanager
-def _disk_errors(folder: Path) -> Generator[None]:
-    """A full disk, a missing permission and the like become one line that a user can act on."""
-    try:
-        yield
-    except OSError as error:
-        raise LanewayError(f"the run stopped: {explain(error, folder)}") from error
-
-
-@contextmanager
-def _folder(ranks: Ranks, out: Path, resume: bool, spare: bool) -> Generator[RunDirectory]:
-    """The run directory, held by rank 0 for as long as the block runs."""
-    with ExitStack() as held:
-        yield ranks.on_first(lambda: held.enter_context(claimed(free_folder(out) if spare and not resume else out, resume)))
+            ).run(going_on, layout)
 
 
 class _Training:
@@ -142,7 +130,9 @@ class _Training:
         plan: Strategy | None,
     ) -> None:
         self.config, self.folder, self.ranks, self.bench = config, run, ranks, bench
-        self.extensions = [*extensions, *build_controls(config.control, bench.parallel, self._event)]
+        self.extensions = [*extensions, *build_controls(config.control, bench.parallel, config.steps, self._event)]
+        if bench.parallel.reduction is not None:
+            self.extensions += bench.parallel.reduction.extensions(self._event)
         self.on_batch, self.display, self.stop = on_batch, display, stop
         self.started, self.plan = started, plan
         self.store = CheckpointStore(run, config.keep_checkpoints)
@@ -152,6 +142,8 @@ class _Training:
         self.writer, self.events = MetricsWriter(run.metrics(ranks.rank), patient), PatientRows(run.events, patient)
         self.done = self.unsaved = 0
         self.disk_full = False
+        if ranks.contact is not None:
+            ranks.contact.note = self._lost
         self.saved: int | None = None
         self.val_loss: float | None = None
 
@@ -304,6 +296,8 @@ class _Training:
         self._sample(self.config.sample_tokens)
         vocabulary = self.config.data.tokenizer
         described = {"architecture": "laneway GPT", "model": dataclasses.asdict(self.config.model)}
+        if self.config.control.scheduler:  # its parameters are the model's
+            described["control"] = dataclasses.asdict(self.config.control)
         export(self.bench.parallel.model, described, self.folder.path / EXPORT, None if vocabulary == "byte" else vocabulary)
         bits = self._bits(val_loss, "validation")
         self._event("finish", val_loss=plain(val_loss), val_bits_per_byte=plain(bits), seconds=self._seconds())
@@ -376,6 +370,11 @@ class _Training:
     def _event(self, kind: str, **fields: Any) -> None:
         if self.ranks.first:
             self.events.append(event_row(kind, self.done, **fields))
+
+    def _lost(self, failure: LostContactError) -> None:
+        """Called on one of the ranks that are left, from another thread."""
+        if not isinstance(failure, CutOffError):  # the others write this file then
+            append_event(self.folder, "lost", self.done, ranks=[lost.rank for lost in failure.lost], reason=str(failure))
 
     def _notice(self, message: str) -> None:
         self._event("notice", message=message)

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from laneway.core import InputError
+from laneway.checkpoint.atomic import explain
+from laneway.core import InputError, LanewayError
 from laneway.rundir import RunDirectory
+from laneway.train.ranks import Ranks
 
 LOCK = ".lock"
 
 
 @contextmanager
-def claimed(folder: str | Path, resume: bool) -> Generator[RunDirectory]:
+def claimed(folder: str | Path, resume: bool | None, patience: float = 0.0) -> Generator[RunDirectory]:
     """Hold ``folder`` as this process's run directory.
 
     The lock is the operating system's: it goes when the process goes, however that happens.
+
+    Args:
+        folder: it is made where there is none.
+        resume: whether it must hold a run; None: it may.
+        patience: seconds to wait for a process that holds it, such as a former rank 0 that has just lost contact.
 
     Raises:
         InputError: the folder is in use, holds a run already (without ``resume``), holds none (with it), or can't be written.
@@ -27,14 +35,14 @@ def claimed(folder: str | Path, resume: bool) -> Generator[RunDirectory]:
     folder = Path(folder)
     if resume and not (folder / "config.toml").is_file():
         raise InputError("resume", str(folder), "the folder of an earlier run", "leave --resume out to start a new run there")
-    if not resume and (folder / "config.toml").exists():
+    if resume is False and (folder / "config.toml").exists():
         if in_use(folder):
             _lock(folder).close()  # raises, and names the process: a run that is being written can't be continued
         raise _taken(folder)
-    lock = _lock(folder)
+    lock = _lock_within(folder, patience)
     try:
         # A process that held the folder between the look above and the lock may have started a run in it.
-        if not resume and (folder / "config.toml").exists():
+        if resume is False and (folder / "config.toml").exists():
             raise _taken(folder)
         yield RunDirectory(folder)
     finally:
@@ -53,6 +61,13 @@ def _leave_nothing(folder: Path) -> None:
     (folder / LOCK).unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
+
+
+def _lock_within(folder: Path, patience: float) -> IO[str]:
+    until = time.monotonic() + patience
+    while time.monotonic() < until and in_use(folder):
+        time.sleep(0.1)
+    return _lock(folder)
 
 
 def _lock(folder: Path) -> IO[str]:
@@ -118,3 +133,27 @@ def in_use(folder: Path) -> bool:
     except OSError:
         return True
     return False
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Generator[None]:
+    """A full disk, a missing permission and the like become one line that a user can act on."""
+    try:
+        yield
+    except OSError as error:
+        raise LanewayError(f"the run stopped: {explain(error, folder)}") from error
+
+
+@contextmanager
+def run_folder(
+    ranks: Ranks, out: Path, resume: bool | None, spare: bool, patience: float
+) -> Generator[tuple[RunDirectory, bool]]:
+    """The run directory, held by rank 0 for as long as the block runs, and whether to go on with the run in it."""
+    with ExitStack() as held:
+
+        def hold() -> tuple[RunDirectory, bool]:
+            folder = free_folder(out) if spare and resume is False else out
+            run = held.enter_context(claimed(folder, resume, patience))
+            return run, run.config.is_file() if resume is None else resume
+
+        yield ranks.on_first(hold)

@@ -13,7 +13,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from laneway.cluster.recover import Watch, another, bury
+from laneway.cluster.recover.attempt import attempt_store
 from laneway.core import InputError, LanewayError
+from laneway.train.contact import Contact
 
 T = TypeVar("T")
 
@@ -26,6 +29,7 @@ class Ranks:
     local_rank: int
     world_size: int
     device: torch.device
+    contact: Contact | None = None
 
     @property
     def first(self) -> bool:
@@ -112,29 +116,54 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 @contextmanager
-def ranks_of_run(device: str = "auto") -> Generator[Ranks]:
+def ranks_of_run(device: str = "auto", failure_timeout: float = 0.0) -> Generator[Ranks]:
     """Join the processes that torchrun started (one process where none did); leaves the group at the end.
 
     A process group that exists already is used and left as it is.
+
+    Args:
+        device: see ``pick_device``.
+        failure_timeout: seconds without a sign of life after which a rank is lost; 0: torch's own timeouts.
+
+    Raises:
+        LostContactError: a rank was lost, or failed. The group is laid to rest, the process should end with ``leave``.
     """
     rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in _TORCHRUN)
     chosen = pick_device(device, local_rank)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)
     ours = world_size > 1 and not dist.is_initialized()
-    if ours:
-        own = dist.get_default_backend_for_device(chosen)
-        backend = "gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:{own}"
-        dist.init_process_group(backend, device_id=None if chosen.type == "cpu" else chosen)
+    contact: Contact | None = None
     try:
-        yield Ranks(rank, local_rank, world_size, chosen)
+        store = attempt_store(rank, world_size) if ours else None
+        if store is not None and failure_timeout:
+            apart = dist.PrefixStore("watch", another(store))
+            contact = Contact(Watch(apart, rank, world_size, limit=failure_timeout))
+        if ours:
+            _join(chosen, store, rank, world_size)
+        if contact is None and failure_timeout and world_size > 1:
+            contact = Contact(Watch.of_world(limit=failure_timeout))
+        yield Ranks(rank, local_rank, world_size, chosen, contact)
     except BaseException as error:
+        found = error if contact is None else contact.explain(error)
         if ours:
             traceback.clear_frames(error.__traceback__)  # the frames an error came through hold the model too, see _leave
-        raise
+        if found is error:
+            raise
+        raise found from error
     finally:
+        if contact is not None and contact.end() and ours:
+            bury()
         if ours:
             _leave()
+
+
+def _join(device: torch.device, store: dist.Store | None, rank: int, world_size: int) -> None:
+    backend = "gloo"
+    if device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    own = None if device.type == "cpu" else device
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=own)
 
 
 def _leave() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from laneway.cluster.hooks import attach_ddp, attach_fsdp
 from laneway.cluster.hooks.fsdp import host_mesh
 from laneway.cluster.identity import gather_identities
 from laneway.cluster.order import verify_order
+from laneway.cluster.probe.adapt import NetworkAdapter
+from laneway.cluster.probe.links import LinkProbe
 from laneway.cluster.probe.measure import measure
 from laneway.cluster.reduce.groups import LevelGroups
 from laneway.cluster.reduce.reducer import HierarchicalReducer
 from laneway.cluster.reduce.scheme import LevelScheme, ReductionScheme, SchemeTable
 from laneway.cluster.topology import Topology
+from laneway.core import Extension, InputError
 from laneway.train.ranks import Ranks
 from laneway.train.reduction_config import ReductionConfig
 
@@ -47,11 +50,15 @@ class RunReduction:
         ranks: several of them.
 
     Raises:
-        InputError: a topology that the processes don't fit.
+        InputError: a topology that the processes don't fit, or adaptation on an accelerator.
     """
 
     def __init__(self, config: ReductionConfig, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
+        if config.adapt and ranks.device.type != "cpu":
+            why = "phases on an accelerator are not timed by this process's clock"
+            raise InputError("reduction.adapt", True, f"false on {ranks.device.type}", why)
+        self.adapter: NetworkAdapter | None = None
         self.groups = _groups(config)
         self.reducer = HierarchicalReducer(self.groups)
         self.dropper = GradientDropper(config.drop, wire=config.wire) if config.drop else None
@@ -72,6 +79,8 @@ class RunReduction:
         a run that goes on later has the same buckets from its first step on, and so the same sums, bit for bit.
         """
         if isinstance(call, DistributedDataParallel):
+            if self.config.adapt and self.dropper is None:
+                self.dropper = GradientDropper(wire=self.config.wire)  # for a link that is slow beyond what wires make up for
             attach_ddp(call, self.reducer)
             for _ in range(2):  # the second forward pass takes the new order on
                 tokens_bt = torch.zeros(1, 1, dtype=torch.long, device=self.ranks.device)
@@ -90,6 +99,17 @@ class RunReduction:
         dropping = [(config.drop, config.wire)] if config.drop else []
         network = measure(self.groups, rounds=MEASUREMENTS, dropping=dropping, device=self.ranks.device)
         return scheme_table(network, candidates(self.groups.sizes, (config.wire,), config.drop))
+
+    def extensions(self, tell: Callable[..., object]) -> list[Extension]:
+        """What takes part in each step, once the reducer is attached: the watch over the network, where it is wanted.
+
+        Args:
+            tell: writes an event of the run: ``tell(kind, **fields)``.
+        """
+        if not self.config.adapt:
+            return []
+        self.adapter = NetworkAdapter(self.reducer, probe=LinkProbe(self.groups), tell=tell)
+        return [self.adapter]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals."""
@@ -114,7 +134,9 @@ class RunReduction:
         return sent
 
     def close(self, *, wait: bool = True) -> None:
-        """End the reducer's threads, before the processes part."""
+        """End the threads of the reducer and of the probe, before the processes part."""
+        if self.adapter is not None:
+            self.adapter.close(wait=wait)
         self.reducer.close(wait=wait)
 
 

@@ -28,6 +28,9 @@ class ReductionConfig:
     fsdp with ``shard = hosts``)."""
     chunk_bytes: int = 2 * 2**20
     """Pieces of a bucket that follow each other through the levels; 0: whole buckets; auto chooses by itself."""
+    adapt: bool = False
+    """Watch the network: while a link is slow, other algorithms and narrower wires, and under ddp gradients that stay at home for
+    some steps, then back; on CPUs (gloo)."""
     shard: str = "all"
     """all | hosts: fsdp shards over all ranks, or over the ranks of each host with a copy in every host."""
 
@@ -48,7 +51,7 @@ class ReductionConfig:
                 lambda: LevelScheme(drop=self.drop),
             ]
         )
-        for name, plain in (("topology", ""), ("wire", "fp32"), ("drop", 0.0), ("shard", "all")):
+        for name, plain in (("topology", ""), ("wire", "fp32"), ("drop", 0.0), ("shard", "all"), ("adapt", False)):
             if not found and not self.levels and getattr(self, name) != plain:
                 accepted = f"{plain!r} with reduction.over = {self.over}"
                 found.append(InputError(f"{prefix}.{name}", getattr(self, name), accepted, "--reduction.over levels"))

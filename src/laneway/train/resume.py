@@ -22,10 +22,10 @@ def saved_config(run: RunDirectory) -> TrainConfig:
     return config
 
 
-def check_same_run(run: RunDirectory, config: TrainConfig) -> list[str]:
+def check_same_run(run: RunDirectory, config: TrainConfig, world_size: int = 1) -> list[str]:
     """Raise InputError where ``config`` differs from the run's in what decides its curve.
 
-    Returns the names of those fields that change its layout: with them it goes on equal to rounding, not bit for bit.
+    Returns what changes its layout, fields and the number of processes: so it goes on equal to rounding, not bit for bit.
     """
     changed = differences(saved_config(run), config)
     decisive = {name: pair for name, pair in changed.items() if name not in CADENCE | LAYOUT}
@@ -33,7 +33,9 @@ def check_same_run(run: RunDirectory, config: TrainConfig) -> list[str]:
         listed = ", ".join(f"{name} {_show(old)} → {_show(new)}" for name, (old, new) in decisive.items())
         hint = f"here it is another one: {listed}; leave these fields as they are, or start a new run with another --out"
         raise InputError("resume", str(run.path), "the configuration the run was started with", hint)
-    return [name for name in changed if name in LAYOUT]
+    before = run.read_env().get("world_size", world_size)
+    world = [] if before == world_size else [f"the number of processes ({before} → {world_size})"]
+    return [name for name in changed if name in LAYOUT] + world
 
 
 def save_state(store: CheckpointStore, step: int, bench: Workbench, extensions: Sequence[Extension]) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 import torch
 
 from laneway.checkpoint import CheckpointStore, load_export, restore
+from laneway.connections.gates import restore_gates
 from laneway.core import InputError, LanewayError, positive_int
 from laneway.data.tokenizer import Tokenizer, load_tokenizer
 from laneway.models.gpt import GPT, GPTConfig
 from laneway.rundir import RunDirectory
+from laneway.train.control_config import ControlConfig
+from laneway.train.controls import expect_gates, with_control
 from laneway.train.loop import EXPORT
 from laneway.train.resume import saved_config
 from laneway.train.sample import generate_tokens
@@ -79,7 +82,11 @@ def _from_export(folder: Path, device: torch.device) -> Trained:
     config, problems = merge(GPTConfig(), described.get("model", {}))
     if problems or "model" not in described:
         raise LanewayError(f"{folder / 'config.json'} describes no model of this version" + "".join(f"; {p}" for p in problems))
-    model = GPT(config)
+    control, wrong = merge(ControlConfig(), described.get("control", {}))
+    if wrong:
+        raise LanewayError(f"{folder / 'config.json'} describes no controls of this version" + "".join(f"; {p}" for p in wrong))
+    model = with_control(GPT(config), control)
+    restore_gates(model, tensors)
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
@@ -91,6 +98,7 @@ def _from_export(folder: Path, device: torch.device) -> Trained:
 
 def _from_checkpoint(run: RunDirectory, device: torch.device) -> Trained:
     config = saved_config(run)
-    model = GPT(config.model).to(device)
+    model = with_control(GPT(config.model), config.control).to(device)
+    expect_gates(config.control, model)
     restored = restore(CheckpointStore(run, config.keep_checkpoints), None, model)
     return Trained(model.eval(), load_tokenizer(config.data.tokenizer), f"checkpoint of step {restored.step} in {run.path}")

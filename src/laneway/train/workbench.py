@@ -14,6 +14,7 @@ from laneway.data.loader import BatchLoader
 from laneway.data.text import Corpus, prepare
 from laneway.models.gpt import GPT
 from laneway.train.config import OptimizerConfig, TrainConfig
+from laneway.train.controls import with_control
 from laneway.train.evaluate import Evaluator
 from laneway.train.memory import RunMemory, run_memory
 from laneway.train.parallel import Parallel, parallelise
@@ -44,7 +45,7 @@ def build(config: TrainConfig, ranks: Ranks) -> Workbench:
     corpus = ranks.one_by_one_machine(lambda: _prepare(config))
     loader = BatchLoader(corpus.train, config.model.context, config.batch_size, config.seed, ranks.rank, ranks.world_size)
     seed_all(config.seed)
-    model = GPT(config.model)
+    model = with_control(GPT(config.model), config.control)
     parameters = sum(p.numel() for p in model.parameters())
     parallel = parallelise(model, config, ranks)
     optimizer = make_optimizer(parallel, config.optimizer)

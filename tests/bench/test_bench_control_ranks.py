@@ -1,0 +1,36 @@
+"""The cost of controls over ranks: rows from given times, and two real ranks whose collectives are counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from laneway.bench.control_ranks import CYCLE, SETTINGS, ControlRanksOptions, rows_of, run
+from laneway.core import InputError
+
+
+def test_extra_is_the_paired_difference_over_whole_cycles():
+    off = [10.0] * CYCLE + [20.0] * CYCLE + [40.0] * CYCLE
+    more = [v * 1.5 if i % 6 == 0 else v for i, v in enumerate(off)]
+    found = {"off": {"ms": off, "collectives": [2.0]}, "purify": {"ms": more, "collectives": [2.0, 4.0]}}
+    plain, purify = rows_of(ControlRanksOptions(), found)
+    assert (plain["extra"], plain["step_ms"]) == (0, 20)
+    assert purify["extra"] == pytest.approx(0.5 / 6)
+    assert purify["collectives"] == 3
+
+
+@pytest.mark.distributed
+def test_two_ranks_under_all_settings():
+    report = run(ControlRanksOptions(ranks=2, dim=8, layers=2, batch=1, context=8, cycles=1, timeout_s=300))
+    rows = {row["setting"]: row for row in report.tables["control_ranks"]}
+    assert rows.keys() == SETTINGS.keys()
+    assert all(row["step_ms"] > 0 for row in rows.values())
+    assert {row["collectives"] for row in rows.values()} == {rows["off"]["collectives"]}  # whole gradients: none of their own
+    assert rows["off"]["extra"] == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ranks": 1}, {"settings": ("purity",)}, {"parallel": "none"}, {"cycles": 0}], ids=lambda wrong: next(iter(wrong))
+)
+def test_bad_options_are_named(wrong):
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        run(ControlRanksOptions(**wrong))

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from laneway.bench.rows import Report, Row, append
-from laneway.bench.stability_conditions import BASE, CONDITIONS, units
+from laneway.bench.stability_conditions import BASE, CONDITIONS, OF_MECHANISMS, units
 from laneway.bench.stability_runs import Shape, run_unit
-from laneway.bench.stability_variants import VARIANTS
+from laneway.bench.stability_variants import RESIDUALS, VARIANTS
 from laneway.bench.stats import Interval, mean_interval, spread, wilson
 from laneway.bench.threads import using_threads
 from laneway.core import InputError, LanewayError, choice, positive_int
@@ -36,7 +36,8 @@ class StabilityOptions:
     """The matrix, and where runs are kept."""
 
     variants: tuple[str, ...] = tuple(VARIANTS)
-    conditions: tuple[str, ...] = tuple(CONDITIONS)
+    conditions: tuple[str, ...] = ()
+    """None: all for the residuals, and for mechanisms those of ``OF_MECHANISMS``."""
     seeds: int = 20
     shape: Shape = field(default_factory=Shape)
     runs: str = ""
@@ -49,13 +50,16 @@ class StabilityOptions:
             choice("variants", name, VARIANTS)
         for name in self.conditions:
             choice("conditions", name, CONDITIONS)
-        for name, given in (("variants", self.variants), ("conditions", self.conditions)):
-            if not given:
-                raise InputError(name, "", "at least one")
+        if not self.variants:
+            raise InputError("variants", "", "at least one")
         positive_int("seeds", self.seeds)
         positive_int("steps", self.shape.steps, 20)
         if self.runs and not Path(self.runs).expanduser().parent.is_dir():
             raise InputError("runs", self.runs, "a file in an existing folder")
+
+    def of(self, variant: str) -> tuple[str, ...]:
+        """The conditions that a variant is run under."""
+        return self.conditions or (tuple(CONDITIONS) if variant in RESIDUALS else OF_MECHANISMS)
 
 
 def chosen(options: StabilityOptions, variants: str, conditions: str) -> StabilityOptions:
@@ -70,8 +74,10 @@ def _names(text: str) -> tuple[str, ...]:
 
 def quick(options: StabilityOptions) -> StabilityOptions:
     """At most five minutes on one core: few seeds, and the conditions that separate the residuals."""
-    chosen = tuple(name for name in options.conditions if name in QUICK) or options.conditions[:1]
-    return replace(options, conditions=chosen, seeds=min(options.seeds, 4), quick=True)
+    named = options.conditions or QUICK
+    chosen = tuple(name for name in named if name in QUICK) or named[:1]
+    variants = RESIDUALS if options.variants == tuple(VARIANTS) else options.variants
+    return replace(options, conditions=chosen, variants=variants, seeds=min(options.seeds, 4), quick=True)
 
 
 def run(options: StabilityOptions, progress: Callable[[str], None] = lambda line: None) -> Report:
@@ -84,7 +90,7 @@ def run(options: StabilityOptions, progress: Callable[[str], None] = lambda line
     with using_threads(1):
         corpus = prepare(TextDataConfig())
         for variant in options.variants:
-            for unit in units(options.conditions):
+            for unit in units(options.of(variant)):
                 wanted = {(variant, name, seed) for name in unit for seed in range(options.seeds)}
                 if wanted <= {tuple(row[key] for key in KEY) for row in done}:
                     continue
@@ -94,7 +100,7 @@ def run(options: StabilityOptions, progress: Callable[[str], None] = lambda line
                 have = {tuple(row[key] for key in KEY) for row in made}
                 done = [row for row in done if tuple(row[key] for key in KEY) not in have] + made
                 fresh += made
-    asked = [row for row in done if row["variant"] in options.variants and row["condition"] in (*options.conditions, BASE)]
+    asked = [row for row in done if row["variant"] in options.variants and row["condition"] in options.of(str(row["variant"]))]
     cells = summarise(asked, options)
     notes = [f"{len(fresh)} runs in {time.process_time() - began:.0f} CPU seconds on one thread"]
     if options.quick:
@@ -134,7 +140,7 @@ def summarise(runs: Sequence[Row], options: StabilityOptions) -> list[Row]:
     for condition in CONDITIONS:
         for variant in options.variants:
             own = _cell(runs, variant, condition)
-            if own and condition in options.conditions:
+            if own:
                 cells.append(_cell_row(own, _cell(runs, "mhc", condition), options))
     return cells
 

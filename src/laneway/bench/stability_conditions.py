@@ -50,9 +50,13 @@ CONDITIONS: dict[str, Condition] = {
     "lr-0.1": Condition(1e-1),
     "bf16": Condition(2e-2, streams="bf16"),
     "fp16": Condition(2e-2, streams="fp16"),
-    "deep": Condition(1e-2, layers=48),
-    "deep-fp16": Condition(1e-2, layers=48, streams="fp16"),
+    "deep": Condition(1e-2, layers=32),
+    "deep-fp16": Condition(1e-2, layers=32, streams="fp16"),
 }
+
+
+# What mechanisms on top of mHC are run under by default: where something goes wrong, and where nothing does.
+OF_MECHANISMS = (BASE, "noise", "spike", "persistent", "lr-0.1", "fp16")
 
 
 def units(conditions: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -58,6 +58,7 @@ def controlled(name: str, **options: Any) -> Callable[[GPT], list[Extension]]:
     return lambda model: [build(name, model, **options)]
 
 
+RESIDUALS = ("residual", "hc", "mhc", "mhc-lite")
 VARIANTS: dict[str, Variant] = {
     "residual": Variant({"residual": "residual"}),
     "hc": Variant({"residual": "hc"}),
@@ -73,6 +74,6 @@ VARIANTS: dict[str, Variant] = {
     "mhc-guard": Variant(prepare=guarded),
     "mhc-purify": Variant(prepare=purified, against="mhc-guard"),
     "mhc-purify-unscreened": Variant(prepare=purified_unscreened, against="mhc-guard"),
-    "mhc-all": Variant(prepare=all_of(controlled("curvature"), purified), against="mhc-all-controls"),
-    "mhc-all-controls": Variant(prepare=all_of(controlled("constant", strength=0.8), guarded)),
+    "mhc-all": Variant(prepare=all_of(controlled("curvature"), controlled("scheduler"), purified), against="mhc-all-controls"),
+    "mhc-all-controls": Variant(prepare=all_of(controlled("constant", strength=0.8), controlled("priorities"), guarded)),
 }

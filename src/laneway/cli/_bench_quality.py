@@ -63,11 +63,11 @@ def stability_job(
     """Which residual and which mechanism keeps a run alive: rates of divergence, composite gain, recovery after faults.
 
     Args:
-        quick: at most 5 minutes on one core: 4 seeds, and the conditions that separate the residuals.
+        quick: at most 5 minutes on one core: 4 seeds, the residuals, and the conditions that separate them.
         json: one JSON object on stdout.
         save: append the cells to DIR/stability.csv; without DIR to benchmarks/results of the source checkout.
         variants: comma-separated; empty for all: residual, hc, mhc, mhc-lite, and mhc with each mechanism and its control.
-        conditions: comma-separated; empty for all.
+        conditions: comma-separated; empty for all with residuals, and with mechanisms those in which something goes wrong.
         seeds: seeds 0 … N−1, which train together.
         runs: CSV file to append every run to as its cell ends; the same command goes on where it was stopped.
     """

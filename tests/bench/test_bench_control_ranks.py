@@ -18,6 +18,7 @@ def test_extra_is_the_paired_difference_over_whole_cycles():
     assert purify["collectives"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_under_all_settings():
     report = run(ControlRanksOptions(ranks=2, dim=8, layers=2, batch=1, context=8, cycles=1, timeout_s=300))

@@ -318,6 +318,7 @@ def test_blocks_made_again_are_the_same_run():
 
 @needs_compiler
 @pytest.mark.compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("watching", [False, True])
 def test_scheduled_sites_compile_without_a_graph_break(watching):
     sites, branches = [controlled(random_site(DIM, N), seed=i) for i in range(2)], [branch_for(DIM) for _ in range(2)]

@@ -84,7 +84,7 @@ def test_an_option_out_of_range(field, bad):
 def test_schemes():
     assert scheme_of(VARIANTS["flat"]).flat
     assert str(scheme_of(VARIANTS["levels"])) == "all_to_all:fp32 > all_to_all:fp32 > all_to_all:fp32"
-    assert str(scheme_of(VARIANTS["levels_drop"], 1024)) == "all_to_all:fp32 > all_to_all:bf16 > all_to_all:bf16-0.9 / 1024"
+    assert str(scheme_of(VARIANTS["levels_drop"], 1024)) == "all_to_all:fp32 > all_to_all:bf16 > all_to_all:bf16-0.9 / 4096"
 
 
 def test_targets_are_judged_on_their_own_network_only():

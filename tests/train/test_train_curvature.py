@@ -41,7 +41,7 @@ def go(monkeypatch, change):
     """A run of twenty steps with a control of this strength (None: without)."""
 
     def run(out, strength, killed=0, **options):
-        def controls(config, parallel, tell):
+        def controls(config, parallel, steps, tell):
             if strength is None:
                 return []
             constraint = CurvatureConstraint(parallel.model, strength, measurement=QUICK)

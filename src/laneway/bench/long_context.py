@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laneway.bench.quality import BASELINE, VARIANTS, QualityOptions
+from laneway.bench.quality import BASELINE, QualityOptions
 from laneway.bench.rows import Report, Row
 from laneway.bench.stats import mean_interval, spread
 from laneway.bench.threads import using_threads
-from laneway.core import InputError, choice, positive_int
+from laneway.core import positive_int
 from laneway.data.loader import evaluation_batches
 from laneway.models.gpt import GPT
 from laneway.train.ranks import ranks_of_run
@@ -50,14 +50,9 @@ class LongContextOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.variants:
-            choice("variants", name, VARIANTS)
-        if BASELINE not in self.variants:
-            raise InputError("variants", ",".join(self.variants), f"a list with {BASELINE}, which the others are compared with")
-        for name in ("seeds", "steps", "context", "batch_size", "sequences"):
+        for name in ("context", "sequences"):
             positive_int(name, getattr(self, name))
         positive_int("read_to", self.read_to, self.context)
-        positive_int("threads", self.threads, 0)
         self.training.check()
 
     @property

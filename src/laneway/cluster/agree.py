@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from laneway.cluster.decisions import digest
 from laneway.core import LanewayError
 
 __all__ = ["agree_on_groups"]
@@ -29,8 +29,8 @@ def agree_on_groups(key: Any, device: torch.device, trouble: str) -> None:
     Raises:
         LanewayError: keys differ between ranks.
     """
-    digest = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:6], "big")
-    found = torch.tensor([distributed_c10d._world.group_count, digest, -digest], dtype=torch.int64, device=device)
+    told = digest(repr(key))
+    found = torch.tensor([distributed_c10d._world.group_count, told, -told], dtype=torch.int64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     count, most, least = found.tolist()
     if most != -least:

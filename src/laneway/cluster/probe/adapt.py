@@ -7,13 +7,13 @@ switch at the same step, without a message for it. Links are measured by a threa
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from laneway.cluster.costs.measured import WIRE_SHARE, MeasuredNetwork
+from laneway.cluster.decisions import SameDecision, digest
 from laneway.cluster.probe.health import UP, Baseline, Change, Health, Rules
 from laneway.cluster.probe.ladder import Scheme, Step, choose_step, ladder
 from laneway.cluster.probe.locate import Finding, Tree, locate
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NetworkAdapter"]
 
-ROWS, DIGEST = "network/rates", "network/decision"
-HALF = 1 << 24
+ROWS = "network/rates"
 RECENT = 3
 """Rounds of the probe of which the fastest transfer counts."""
 MATTERS = 0.3
@@ -72,7 +71,8 @@ class NetworkAdapter:
         debug: bool = False,
     ) -> None:
         self.reducer, self.probe, self.rules, self.measured, self.nbytes = reducer, probe, rules or Rules(), measured, nbytes
-        self.tell, self.debug = tell, debug
+        self.tell = tell
+        self.agreement = SameDecision("network/decision", debug, "network: the ranks decided differently in step {step}")
         self.base: Scheme = reducer.scheme
         groups = reducer.groups
         self.levels, self.names, self.sizes = len(groups.names), (*groups.names, "flat"), groups.sizes
@@ -98,8 +98,7 @@ class NetworkAdapter:
     def share(self, statistics: Statistics) -> None:
         """Before the first step, on every rank: makes room for what the ranks tell each other."""
         statistics.add(ROWS, self.timer.size + 2, "gather")
-        if self.debug:
-            statistics.add(DIGEST, 4, "max")
+        self.agreement.share(statistics)
         self._statistics = statistics
 
     def on_step_begin(self, step: int) -> None:
@@ -109,8 +108,7 @@ class NetworkAdapter:
             LanewayError: ``share`` was not called, or (in debug mode) ranks decided differently in the step before.
         """
         statistics = self._shared()
-        if self.debug:
-            _compare(statistics.get(DIGEST), step - 1)
+        self.agreement.compare(statistics, step - 1)
         found = statistics.get(ROWS)
         if found is not None:
             self._decide(found.tolist())
@@ -120,9 +118,7 @@ class NetworkAdapter:
         """Puts what this rank saw among the statistics of the step."""
         due, completed = (math.nan, -1) if self.probe is None else (float(self.probe.due), self.probe.completed)
         self._shared().put(ROWS, [*self.timer.take(), due, float(completed)])
-        if self.debug:
-            high, low = divmod(self.digest(), HALF)
-            self._shared().put(DIGEST, [float(high), -float(high), float(low), -float(low)])
+        self.agreement.put(self._shared(), self.digest())
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
         """Adds to the metrics how much slower than in good times the slowest level is, where one is slow."""
@@ -135,8 +131,7 @@ class NetworkAdapter:
 
     def digest(self) -> int:
         """Of the decision in use: 48 bits."""
-        text = repr((str(self.reducer.scheme), [(each.state, each.ratio) for each in self.health], self._asked))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+        return digest(repr((str(self.reducer.scheme), [(each.state, each.ratio) for each in self.health], self._asked)))
 
     def state_dict(self) -> dict[str, Any]:
         """What the next decision depends on; the same on every rank."""
@@ -349,11 +344,3 @@ def _weighed(ratios: Sequence[Mapping[Ranks, float]], usual: Mapping[Ranks, floa
 def _drops(scheme: Scheme) -> bool:
     main = Step(scheme).main
     return bool(main.levels and main.levels[-1].drop)
-
-
-def _compare(found: Any, step: int) -> None:
-    if found is None:
-        return
-    high, less_high, low, less_low = found.tolist()
-    if math.isfinite(high) and (high != -less_high or low != -less_low):
-        raise LanewayError(f"network: the ranks decided differently in step {step}")

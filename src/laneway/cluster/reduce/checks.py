@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laneway.cluster.decisions import digest
 from laneway.cluster.reduce.groups import LevelGroups
 from laneway.cluster.reduce.scheme import ReductionScheme
 from laneway.core import InputError, LanewayError
@@ -81,9 +81,9 @@ def agree(group: dist.ProcessGroup, asked: Any, trouble: str) -> None:
     Raises:
         LanewayError: they don't.
     """
-    digest = int.from_bytes(hashlib.sha256(repr(asked).encode()).digest()[:6], "big")
+    told = digest(repr(asked))
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.accelerator.current_accelerator()
-    found = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    found = torch.tensor([told, -told], dtype=torch.int64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     most, least = found.tolist()
     if most != -least:

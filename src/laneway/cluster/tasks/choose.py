@@ -7,11 +7,11 @@ for good. Places that never ran a task are looked at now and then, less and less
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from laneway.cluster.decisions import digest
 from laneway.cluster.tasks.costs import Costs
 from laneway.cluster.tasks.load import LoadRow
 from laneway.cluster.tasks.solve import Option, Solution, solve, value
@@ -62,8 +62,7 @@ class Decision:
 
     def digest(self) -> int:
         """A number of 48 bits: ranks whose digests are equal have decided the same."""
-        told = repr((self.step, sorted(self.places.items()), self.reason))
-        return int.from_bytes(hashlib.sha256(told.encode()).digest()[:6], "big")
+        return digest(repr((self.step, sorted(self.places.items()), self.reason)))
 
 
 class Chooser:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from laneway.cluster.decisions import SameDecision
 from laneway.cluster.tasks.choose import Chooser, Decision, Rules
 from laneway.cluster.tasks.clock import WorkClock
 from laneway.cluster.tasks.costs import Costs
@@ -17,8 +18,8 @@ from laneway.core import InputError, LanewayError, Statistics, positive_int
 
 __all__ = ["TaskScheduler"]
 
-ROWS, DIGEST = "tasks/load", "tasks/decision"
-HALF = 1 << 24  # fp32 holds every integer below it
+ROWS = "tasks/load"
+TROUBLE = "tasks: the ranks decided differently in step {step}; a task's cost or places differ between them"
 
 
 class TaskScheduler:
@@ -57,7 +58,8 @@ class TaskScheduler:
         debug: bool = False,
         log: Callable[[Decision], object] | None = None,
     ) -> None:
-        self.tasks, self.members, self.debug, self.log = tuple(tasks), members, debug, log
+        self.tasks, self.members, self.log = tuple(tasks), members, log
+        self.agreement = SameDecision("tasks/decision", debug, TROUBLE)
         self.rules = _checked(rules or Rules())
         names = [task.name for task in self.tasks]
         if not names or len(set(names)) != len(names):
@@ -82,8 +84,7 @@ class TaskScheduler:
     def share(self, statistics: Statistics) -> None:
         """Before the first step, on every rank: makes room for what the ranks tell each other."""
         statistics.add(ROWS, row_size(len(self.members.names), len(self.tasks)), "gather")
-        if self.debug:
-            statistics.add(DIGEST, 4, "max")
+        self.agreement.share(statistics)
         self._statistics = statistics
 
     def begin(self, step: int) -> Decision:
@@ -93,8 +94,7 @@ class TaskScheduler:
             LanewayError: ``share`` was not called, or (in debug mode) ranks decided differently in the step before.
         """
         statistics = self._shared()
-        if self.debug:
-            _compare(statistics.get(DIGEST), step - 1)
+        self.agreement.compare(statistics, step - 1)
         found = statistics.get(ROWS)
         if found is not None:
             rows = [LoadRow.of(row, len(self.members.names)) for row in found.tolist()]
@@ -169,9 +169,8 @@ class TaskScheduler:
         self._row.slow = _mean_ratio(self._ratios)
         self._row.wire = [seconds / nbytes if nbytes else math.nan for nbytes, seconds in self._sent]
         statistics.put(ROWS, self._row.flat())
-        if self.debug and self.decision is not None:
-            high, low = divmod(self.decision.digest(), HALF)
-            statistics.put(DIGEST, [float(high), -float(high), float(low), -float(low)])
+        if self.decision is not None:
+            self.agreement.put(statistics, self.decision.digest())
         self._told = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,14 +210,6 @@ def _mean_ratio(ratios: Sequence[tuple[float, float]]) -> float:
     """All seconds over those that were needed."""
     needed = sum(seconds / ratio for seconds, ratio in ratios)
     return sum(seconds for seconds, _ in ratios) / needed if needed else math.nan
-
-
-def _compare(found: Any, step: int) -> None:
-    if found is None:
-        return
-    high, less_high, low, less_low = found.tolist()
-    if math.isfinite(high) and (high != -less_high or low != -less_low):
-        raise LanewayError(f"tasks: the ranks decided differently in step {step}; a task's cost or places differ between them")
 
 
 def _checked(rules: Rules) -> Rules:

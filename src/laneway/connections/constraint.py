@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from laneway.connections.control import Maps, attach, detach, require_sites
 from laneway.connections.curvature import MovingCurvature, TokenSample, check_neighbours, local_curvature
 from laneway.connections.gates import FORMS, REFERENCES, FixedGate, excess, gate_of, strength_in_range
+from laneway.connections.late_sums import LateSums
 from laneway.connections.layer import HyperConnection
 from laneway.connections.tuning import AutoStrength, linear_strength
-from laneway.core import InputError, Statistics, choice, positive_int
+from laneway.core import InputError, choice, positive_int
 
 NAME = "curvature"  # of the shared statistics
 
@@ -90,7 +91,7 @@ class CurvatureGate(FixedGate):
         return super().forward(site, x, pre, post, res)
 
 
-class CurvatureConstraint:
+class CurvatureConstraint(LateSums):
     """Gates on all sites of a model that have maps, set by curvature. An extension of the training loop.
 
     Args:
@@ -127,9 +128,8 @@ class CurvatureConstraint:
         parts = self.points.split(self.streams)
         self.gates = attach(model, lambda site, place: self._made(site, parts[place]))
         self._telemetry = Telemetry(self.streams, device)
-        self._shared: Statistics | None = None
-        self._sums: Tensor = torch.zeros(2 * paths, device=device)
-        self._pending = self._watching = False
+        super().__init__(NAME, torch.zeros(2 * paths, device=device))
+        self._watching = False
         self._current: float | None = None
 
     # -- what others may ask for
@@ -144,10 +144,6 @@ class CurvatureConstraint:
         """g of every path."""
         return torch.cat([gate.gate for gate in self.gates])
 
-    def statistics(self) -> dict[str, Tensor]:
-        """What this rank measured last: fp32 sums over tokens, [2 · paths], to be added up over the ranks."""
-        return {NAME: self._sums}
-
     def apply_statistics(self, statistics: dict[str, Tensor]) -> None:
         """Take in sums over all ranks. The gates follow at the next ``on_step_begin``."""
         self.moving.update(*statistics[NAME].to(self._sums).chunk(2))
@@ -159,16 +155,9 @@ class CurvatureConstraint:
 
     # -- an extension's calls
 
-    def share(self, statistics: Statistics) -> None:
-        """Let the loop add the ranks' sums."""
-        statistics.add(NAME, len(self._sums), "sum")
-        self._shared = statistics
-
     def on_step_begin(self, step: int) -> None:
         """Gates from the last measurement; watch, where one is due."""
-        if self._pending:
-            self.apply_statistics(self.statistics() if self._shared is None else {NAME: self._shared.get(NAME)})
-            self._pending = False
+        self.follow()
         strength = self.strength.value if isinstance(self.strength, AutoStrength) else self.strength(step)
         if strength != self._current:
             self._set_gates(strength_in_range("strength", strength))
@@ -178,11 +167,8 @@ class CurvatureConstraint:
         """Compute what was watched."""
         if not self._watching:
             return
-        self._sums = torch.cat(local_curvature(self.points, self.measurement.neighbours)).float()
-        self._pending = True
         self._watch(False)
-        if self._shared is not None:
-            self._shared.put(NAME, self._sums)
+        self.measured(torch.cat(local_curvature(self.points, self.measurement.neighbours)).float())
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
         """``curvature`` and ``gate`` [sites][streams] and ``lambda`` of this step."""

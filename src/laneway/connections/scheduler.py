@@ -18,15 +18,16 @@ from torch import Tensor, nn
 
 from laneway.connections.arbitration import damping_gate, subspace_similarity
 from laneway.connections.control import detach, require_sites
+from laneway.connections.late_sums import LateSums
 from laneway.connections.priorities import log_shares
 from laneway.connections.schedule import Schedule, SiteScheduler, add_scheduler, schedulers
-from laneway.core import InputError, Statistics
+from laneway.core import InputError
 
 NAME = "scheduler"  # of the shared statistics
 TOLD = ("priority", "read_priority", "similarity", "damping")
 
 
-class ConnectionScheduler:
+class ConnectionScheduler(LateSums):
     """Sets the statistics of a model's ``SiteScheduler``s, step by step. An extension of the training loop.
 
     Args:
@@ -48,20 +49,15 @@ class ConnectionScheduler:
             site.listen()
         streams = [len(site.damping) for site in self.sites]
         self._groups = [[i for i, n in enumerate(streams) if n == size] for size in sorted(set(streams))]
-        self._sums = torch.zeros(sum(2 * n * n + 2 * n + 2 * (n + 1) for n in streams), device=self.sites[0].damping.device)
+        numbers = sum(2 * n * n + 2 * n + 2 * (n + 1) for n in streams)
+        super().__init__(NAME, torch.zeros(numbers, device=self.sites[0].damping.device))
         self._measured = [torch.zeros(2, n) for n in streams]
-        self._shared: Statistics | None = None
-        self._pending = False
         self._row: dict[str, Any] | None = None
 
     @property
     def parameters(self) -> int:
         """Trained numbers that the schedulers add to the model."""
         return sum(p.numel() for site in self.sites for p in site.parameters())
-
-    def statistics(self) -> dict[str, Tensor]:
-        """What this rank measured last: fp32 sums, to be added up over the ranks."""
-        return {NAME: self._sums}
 
     def apply_statistics(self, statistics: dict[str, Tensor]) -> None:
         """Take in sums over all ranks: demand, similarity and damping of every site follow."""
@@ -77,16 +73,9 @@ class ConnectionScheduler:
 
     # -- an extension's calls
 
-    def share(self, statistics: Statistics) -> None:
-        """Let the loop add the ranks' sums."""
-        statistics.add(NAME, len(self._sums), "sum")
-        self._shared = statistics
-
     def on_step_begin(self, step: int) -> None:
         """Decisions from the last measurement; watch, where one is due."""
-        if self._pending:
-            self.apply_statistics(self.statistics() if self._shared is None else {NAME: self._shared.get(NAME)})
-            self._pending = False
+        self.follow()
         if (step - 1) % self.schedule.every == 0:
             for site in self.sites:
                 site.watch(True)
@@ -97,10 +86,7 @@ class ConnectionScheduler:
             return
         for site in self.sites:
             site.watch(False)
-        self._sums = torch.cat([self._measure([self.sites[i] for i in group]) for group in self._groups])
-        self._pending = True
-        if self._shared is not None:
-            self._shared.put(NAME, self._sums)
+        self.measured(torch.cat([self._measure([self.sites[i] for i in group]) for group in self._groups]))
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
         """``priority`` (of writes), ``read_priority``, ``similarity`` (mean to the others) and ``damping``, [sites][streams]."""

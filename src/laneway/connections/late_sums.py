@@ -1,0 +1,48 @@
+"""Sums over all ranks that a control measures in one step and follows in a later one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from laneway.core import Statistics
+
+
+class LateSums(ABC):
+    """The part of an extension that shares its sums: they ride along with the loop's collective, or stay as they are without it.
+
+    Args:
+        name: of the sums among the statistics.
+        sums: fp32 [n], what holds until something was measured.
+    """
+
+    def __init__(self, name: str, sums: Tensor) -> None:
+        self._name, self._sums = name, sums
+        self._shared: Statistics | None = None
+        self._pending = False
+
+    def statistics(self) -> dict[str, Tensor]:
+        """What this rank measured last: fp32 sums, to be added up over the ranks."""
+        return {self._name: self._sums}
+
+    @abstractmethod
+    def apply_statistics(self, statistics: dict[str, Tensor]) -> None:
+        """Take in sums over all ranks."""
+
+    def share(self, statistics: Statistics) -> None:
+        """Let the loop add the ranks' sums."""
+        statistics.add(self._name, len(self._sums), "sum")
+        self._shared = statistics
+
+    def follow(self) -> None:
+        """Apply what was measured in the last step, if anything was."""
+        if self._pending:
+            self.apply_statistics(self.statistics() if self._shared is None else {self._name: self._shared.get(self._name)})
+            self._pending = False
+
+    def measured(self, sums: Tensor) -> None:
+        """Sums of this step; they are followed in the next."""
+        self._sums, self._pending = sums, True
+        if self._shared is not None:
+            self._shared.put(self._name, sums)

@@ -21,9 +21,10 @@ from laneway.cluster.probe.adapt import NetworkAdapter
 from laneway.cluster.probe.ladder import DROP
 from laneway.cluster.probe.links import LinkProbe
 from laneway.cluster.probe.measure import measure
+from laneway.cluster.reduce.defaults import host_scheme
 from laneway.cluster.reduce.groups import LevelGroups
 from laneway.cluster.reduce.reducer import HierarchicalReducer
-from laneway.cluster.reduce.scheme import LevelScheme, ReductionScheme, SchemeTable
+from laneway.cluster.reduce.scheme import ReductionScheme, SchemeTable
 from laneway.cluster.topology import Topology
 from laneway.core import Extension, InputError
 from laneway.train.ranks import Ranks
@@ -37,11 +38,7 @@ MEASUREMENTS = 3
 
 def scheme_of(config: ReductionConfig, levels: int) -> ReductionScheme:
     """What the configuration says, for so many levels: exact inside a host, the wire between hosts, the outermost level drops."""
-    inner, outer = LevelScheme(), LevelScheme(wire=config.wire)
-    parts = [inner] + [outer] * (levels - 1) if levels > 1 else [outer]
-    if config.drop:
-        parts[-1] = LevelScheme(wire=config.wire, drop=config.drop)
-    return ReductionScheme(tuple(parts), config.chunk_bytes)
+    return host_scheme(levels, wire=config.wire, drop=config.drop, chunk_bytes=config.chunk_bytes)
 
 
 class RunReduction:

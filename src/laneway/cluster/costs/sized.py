@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from laneway.cluster.costs.measured import MeasuredNetwork, predict
-from laneway.cluster.reduce.scheme import FLAT, WIRES, LevelScheme, ReductionScheme, SchemeTable
+from laneway.cluster.reduce.defaults import host_scheme
+from laneway.cluster.reduce.scheme import FLAT, WIRES, ReductionScheme, SchemeTable
 from laneway.core import InputError, choice
 
 __all__ = ["SIZES", "candidates", "choose_scheme", "scheme_table"]
@@ -34,10 +35,8 @@ def candidates(sizes: Sequence[int], wires: Sequence[str] = ("fp32",), drop: flo
         raise InputError("sizes", sizes, "members of one level or more")
     found = [FLAT]
     for wire in wires:
-        outer = LevelScheme(wire=choice("wires", wire, WIRES))
-        top = LevelScheme(wire=wire, drop=drop)
-        levels = (LevelScheme(), *(outer,) * (len(sizes) - 2), top) if len(sizes) > 1 else (top,)
-        found += [ReductionScheme(levels, pieces) for pieces in PIECES]
+        choice("wires", wire, WIRES)
+        found += [host_scheme(len(sizes), wire=wire, drop=drop, chunk_bytes=pieces) for pieces in PIECES]
     return found
 
 

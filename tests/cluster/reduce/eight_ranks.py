@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 import sys
 import time
 import traceback
@@ -42,6 +43,12 @@ def rank_main(rank: int, folder: str, module: str, seed: int, port: int) -> None
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     importlib.import_module(sys.argv[2])
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    arguments = sys.argv[1], sys.argv[2], int(sys.argv[3]), server.port
-    mp.start_processes(rank_main, args=arguments, nprocs=RANKS, start_method="fork")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = sys.argv[1], sys.argv[2], int(sys.argv[3]), port
+    ranks = mp.start_processes(rank_main, args=arguments, nprocs=RANKS, start_method="fork", join=False)
+    # Only now: a process that is forked while the store's thread runs may find a lock held that nobody will give back.
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    while not ranks.join():
+        pass

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.distributed
-HERE = Path(__file__).parent
 NAMES = [
     "every scheme",
     "mixed levels and tori",
@@ -31,14 +26,9 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+def found(eight_ranks: Callable[[Path], list[dict[str, list[str]]]]) -> list[dict[str, list[str]]]:
     """What each rank found wrong, by case."""
-    folder, seed = tmp_path_factory.mktemp("ranks"), random.randrange(2**31)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(HERE / "eight_ranks.py"), str(folder), "reduce_cases", str(seed)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, f"seed {seed}: {done.stderr[-3000:]}"
-    return [json.loads((folder / f"rank{rank}.json").read_text("utf-8")) for rank in range(8)]
+    return eight_ranks(Path(__file__).with_name("reduce_cases.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from laneway.bench import stability
 from laneway.bench import stability_runs as runs
 from laneway.bench.stability_conditions import CONDITIONS, NOISE_STEPS, SPIKE_FACTOR, corrupt, disturb, onset, units
 from laneway.bench.stability_variants import RESIDUALS, VARIANTS
-from laneway.bench.stats import wilson
+from laneway.bench.stats import holm, sign_flip, wilson
 from laneway.bench.table import COLUMNS, show
 from laneway.connections import param_groups
 from laneway.core import InputError, LanewayError
@@ -142,6 +143,57 @@ def test_rows_summary_and_going_on(tmp_path, monkeypatch):
     assert again.tables["stability"][3]["val_excess"] == pytest.approx(cells[3]["val_excess"], rel=1e-4)
     with path.open() as file:
         assert len(list(csv.reader(file))) == 9
+
+
+def made(variant: str, condition: str, losses: np.ndarray, diverged: int = 0) -> list[dict]:
+    rows = [{"variant": variant, "condition": condition, "seed": s, "val_loss": x, "diverged": 0} for s, x in enumerate(losses)]
+    return [row | {"diverged": int(row["seed"] < diverged)} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("shifts", "verdict"),
+    [((0, 0), "neutral"), ((-0.1, 0), "helps"), ((0, 0.1), "hurts"), ((-0.1, 0.1), "depends"), ((-0.1, -0.2), "helps")],
+)
+def test_what_a_mechanism_is_worth(shifts, verdict):
+    """Differences larger than their spread are found, noise is not, and seeds that diverged are left out."""
+    rng = np.random.default_rng(3)
+    runs_made = []
+    for condition, shift in zip(("lr-0.003", "fp16"), shifts, strict=True):
+        base = rng.normal(3, 0.2, 20)
+        noise = rng.permutation(np.repeat([-0.01, 0.01], 10))
+        runs_made += made("mhc", condition, base, diverged=2) + made("mhc-constant", condition, base)
+        runs_made += made("mhc-curvature", condition, base + shift + noise, diverged=1)
+    found = stability.verdicts_of(runs_made)
+    assert [(row["variant"], row["against"]) for row in found][1:] == [
+        ("mhc-curvature", "mhc"),
+        ("mhc-curvature", "mhc-constant"),
+    ]
+    for row, pairs in zip(found[1:], (36, 38), strict=True):
+        assert row["verdict"] == verdict
+        assert (row["conditions"], row["pairs"], row["diverged"]) == (2, pairs, 2)
+        assert row["better"].split() == [c for c, s in zip(("lr-0.003", "fp16"), shifts, strict=True) if s < 0]
+        assert row["difference_mean"] == pytest.approx(sum(shifts) / 2, abs=2e-3)
+    assert found[1]["against_diverged"] == 4
+    assert not stability.verdicts_of(made("mhc-curvature", "fp16", np.ones(5)))
+
+
+def test_flipped_signs_are_the_exact_test():
+    """All 2ⁿ sign patterns, counted."""
+    values = np.random.default_rng(1).normal(0.4, 1, 8)
+    signs = np.array(list(itertools.product((-1, 1), repeat=8)))
+    exact = (np.abs(signs @ values) >= abs(values.sum()) - 1e-12).mean()
+    assert sign_flip(values) == pytest.approx(exact, abs=0.015)
+    assert sign_flip(np.full(20, 0.3)) < 1e-3
+    assert sign_flip([1.0, -1.0]) == 1.0
+    with pytest.raises(ValueError, match="differences"):
+        sign_flip([])
+
+
+def test_holm_stops_at_the_first_that_is_not_rejected():
+    assert holm([0.01, 0.04, 0.03], 0.05) == [True, False, False]
+    assert holm([0.03, 0.01, 0.02], 0.05) == [True, True, True]
+    assert holm([0.5, 0.02], 0.05) == [False, True]
+    assert holm([], 0.05) == []
 
 
 def batches(seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,8 +9,6 @@ the run, the loss against plain mHC paired by seed, and how long after a fault t
 from __future__ import annotations
 
 import csv
-import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from laneway.bench.rows import Report, Row, append
+from laneway.bench.stability_cells import cells_of, verdicts_of
 from laneway.bench.stability_conditions import BASE, CONDITIONS, OF_MECHANISMS, units
 from laneway.bench.stability_runs import Shape, run_unit
 from laneway.bench.stability_variants import RESIDUALS, VARIANTS
-from laneway.bench.stats import Interval, mean_interval, spread, wilson
+from laneway.bench.stats import wilson
 from laneway.bench.threads import using_threads
 from laneway.core import InputError, LanewayError, choice, positive_int
 from laneway.data.text import TextDataConfig, prepare
@@ -101,11 +100,16 @@ def run(options: StabilityOptions, progress: Callable[[str], None] = lambda line
                 done = [row for row in done if tuple(row[key] for key in KEY) not in have] + made
                 fresh += made
     asked = [row for row in done if row["variant"] in options.variants and row["condition"] in options.of(str(row["variant"]))]
-    cells = summarise(asked, options)
+    cells = [row | {"quick": int(options.quick)} for row in cells_of(asked)]
+    verdicts = [row | {"quick": int(options.quick)} for row in verdicts_of(asked)]
     notes = [f"{len(fresh)} runs in {time.process_time() - began:.0f} CPU seconds on one thread"]
     if options.quick:
         notes.append("quick: ≤ 5 minutes on one core; a few runs a cell say whether it works, not how often runs diverge")
-    tables = {"stability": cells} | ({} if path else {"stability_runs": fresh})
+    tables = {"stability": cells}
+    if verdicts:
+        tables["stability_verdicts"] = verdicts
+    if not path:
+        tables["stability_runs"] = fresh
     return Report("stability", tables, _summary(asked, options), notes)
 
 
@@ -132,57 +136,6 @@ def _value(key: str, text: str) -> Any:
         return None
     number = float(text)
     return int(number) if number.is_integer() and key not in ("lr", "val_loss", "train_loss") else number
-
-
-def summarise(runs: Sequence[Row], options: StabilityOptions) -> list[Row]:
-    """One row a cell."""
-    cells: list[Row] = []
-    for condition in CONDITIONS:
-        for variant in options.variants:
-            own = _cell(runs, variant, condition)
-            if own:
-                cells.append(_cell_row(own, _cell(runs, "mhc", condition), options))
-    return cells
-
-
-def _cell(runs: Sequence[Row], variant: str, condition: str) -> list[Row]:
-    return [row for row in runs if row["variant"] == variant and row["condition"] == condition]
-
-
-def _cell_row(own: list[Row], mhc: list[Row], options: StabilityOptions) -> Row:
-    first, alive = own[0], [row for row in own if not row["diverged"]]
-    losses = [row["val_loss"] for row in alive]
-    excess = [row["val_excess"] for row in alive if row["val_excess"] is not None]
-    recovered = [row["recovery_steps"] for row in alive if row["recovery_steps"] is not None]
-    others = {row["seed"]: row["val_loss"] for row in mhc if not row["diverged"]}
-    paired = [row["val_loss"] - others[row["seed"]] for row in alive if row["seed"] in others]
-    copied = ("variant", "condition", "layers", "dim", "context", "batch_size", "steps", "lr", "streams_dtype", "fault")
-    return {
-        **{key: first[key] for key in copied},
-        "runs": len(own),
-        "diverged": len(own) - len(alive),
-        **wilson(len(own) - len(alive), len(own)).columns("diverged_share"),
-        "nonfinite_runs": sum(row["nonfinite_steps"] > 0 for row in own),
-        **{
-            f"gain_{way}_{kind.__name__}": kind([row[f"gain_{way}_max"] or math.nan for row in own])
-            for way in ("forward", "backward")
-            for kind in (statistics.median, max)
-        },
-        **_mean(losses).columns("val_loss"),
-        "val_loss_sd": spread(losses),
-        **_mean(paired).columns("val_loss_minus_mhc"),
-        "paired": len(paired),
-        **_mean(excess).columns("val_excess"),
-        "recovered": len(recovered) if first["fault"] else None,
-        "recovery_steps_median": statistics.median(recovered) if recovered else None,
-        "purified_steps": statistics.fmean(row["purified_steps"] for row in own),
-        "cpu_s": sum(row["cpu_s"] for row in own),
-        "quick": int(options.quick),
-    }
-
-
-def _mean(values: Sequence[float]) -> Interval:
-    return mean_interval(values) if values else Interval.exact(math.nan)
 
 
 def _summary(runs: Sequence[Row], options: StabilityOptions) -> dict[str, Any]:

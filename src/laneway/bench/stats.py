@@ -109,3 +109,27 @@ def wilson(hits: int, trials: int) -> Interval:
     half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials
     return Interval(share, max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale))
+
+
+def sign_flip(differences: Sequence[float], resamples: int = 20000) -> float:
+    """p value, two-sided, of paired differences whose mean would be zero: signs flipped at random (Fisher 1935).
+
+    Raises:
+        ValueError: no differences.
+    """
+    values = np.asarray(differences, dtype=float)
+    if not len(values):
+        raise ValueError("differences wanted, got none")
+    signs = np.random.default_rng(SEED).choice((-1.0, 1.0), size=(resamples, len(values)))
+    hits = np.count_nonzero(np.abs(signs @ values) >= abs(values.sum()) * (1 - 1e-12))
+    return (hits + 1) / (resamples + 1)
+
+
+def holm(p_values: Sequence[float], level: float) -> list[bool]:
+    """Which hypotheses are rejected while the chance of any false rejection stays under ``level`` (Holm 1979)."""
+    rejected = [False] * len(p_values)
+    for left, index in zip(range(len(p_values), 0, -1), np.argsort(p_values, kind="stable").tolist(), strict=True):
+        if p_values[index] > level / left:
+            break
+        rejected[index] = True
+    return rejected

@@ -33,6 +33,8 @@ COLUMNS = {
     "stability": ("condition", "variant", "lr", "runs", "diverged", "diverged_share_low", "diverged_share_high",
                   "gain_forward_median", "gain_forward_max", "gain_backward_max", "val_loss", "val_loss_minus_mhc",
                   "val_loss_minus_mhc_low", "val_loss_minus_mhc_high", "val_excess", "recovered", "recovery_steps_median"),
+    "stability_verdicts": ("variant", "against", "verdict", "conditions", "better", "worse", "difference_mean",
+                           "difference_best", "difference_worst", "diverged", "against_diverged"),
     "stability_runs": ("variant", "condition", "seed", "diverged", "why", "nonfinite_steps", "val_loss", "gain_forward_max"),
     "quality_time": ("variant", "seed", "steps", "residual_steps", "step_time_over_residual", "val_loss", "residual_val_loss",
                      "val_loss_minus_residual"),

@@ -30,6 +30,7 @@ class Condition:
         fault: noise (a burst of batches of random bytes), spike (one path's gradient ×1e4 in one step), persistent (the same on
             every step from then on), or "" for none.
         twin: the condition without the fault.
+        size: fields of the runs' ``Shape`` that it changes, as pairs.
     """
 
     lr: float
@@ -37,9 +38,12 @@ class Condition:
     streams: str = "fp32"
     fault: Fault = ""
     twin: str = ""
+    size: tuple[tuple[str, int], ...] = ()
 
 
 BASE = "lr-0.003"
+# Wider, longer and with more tokens a step than the others, and half as deep.
+WIDE = (("dim", 64), ("context", 64), ("batch_size", 4), ("steps", 160))
 CONDITIONS: dict[str, Condition] = {
     BASE: Condition(3e-3),
     "noise": Condition(3e-3, fault="noise", twin=BASE),
@@ -50,6 +54,7 @@ CONDITIONS: dict[str, Condition] = {
     "lr-0.1": Condition(1e-1),
     "bf16": Condition(2e-2, streams="bf16"),
     "fp16": Condition(2e-2, streams="fp16"),
+    "wide": Condition(1e-2, layers=8, size=WIDE),
     "deep": Condition(1e-2, layers=32),
     "deep-fp16": Condition(1e-2, layers=32, streams="fp16"),
 }

@@ -42,6 +42,10 @@ class Shape:
     warmup: float = 0.125
     validation_sequences: int = 64
 
+    def under(self, condition: Condition) -> Shape:
+        """This with what a condition changes."""
+        return replace(self, **dict(condition.size))
+
     def config(self, variant: str, condition: Condition, seed: int) -> TrainConfig:
         """The run of one seed as ``laneway train`` would be told; a constant learning rate after the warm-up."""
         model = GPTConfig(layers=condition.layers, heads=self.heads, dim=self.dim, context=self.context)
@@ -76,9 +80,10 @@ def run_unit(
     rows: list[Row] = []
     clean: Curves | None = None
     for name in unit:
-        curves = train_cell(variant, CONDITIONS[name], seeds, shape, corpus)
+        own = shape.under(CONDITIONS[name])
+        curves = train_cell(variant, CONDITIONS[name], seeds, own, corpus)
         clean = clean or curves
-        made = [_row(variant, name, seed, index, shape, curves, clean) for index, seed in enumerate(seeds)]
+        made = [_row(variant, name, seed, index, own, curves, clean) for index, seed in enumerate(seeds)]
         diverged = sum(row["diverged"] for row in made)
         progress(f"{variant} under {name}: {diverged} of {len(made)} diverged; {curves.cpu_s:.0f} CPU seconds")
         rows += made

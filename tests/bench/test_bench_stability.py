@@ -85,6 +85,23 @@ def test_recovery_is_the_last_time_over_the_twin():
     assert runs.recovery_steps(never, twin, 30) is None
 
 
+def test_the_first_batch_is_the_same_at_every_quarter(monkeypatch):
+    """At the end it is one of those that are averaged."""
+    seen: list[list[torch.Tensor]] = []
+    replicas, _ = runs.build_replicas("residual", CONDITIONS["lr-0.003"], [0], SHAPE)
+    monkeypatch.setattr(replicas, "loss", lambda inputs, targets: seen[-1].append(inputs) or inputs.double().mean()[None])
+    shape = replace(SHAPE, validation_sequences=48)
+    corpus = stability.prepare(stability.TextDataConfig())
+    found = []
+    for all_batches in (False, True):
+        seen.append([])
+        found.append(runs._validate(replicas, shape, corpus, all_batches))
+    assert [len(batches) for batches in seen] == [1, 3]
+    assert torch.equal(seen[0][0], seen[1][0])
+    assert found[0][0] == found[1][0]
+    assert found[1].shape == (3, 1)
+
+
 def test_noise_is_a_burst_that_depends_on_seed_and_step():
     inputs, targets = torch.randint(0, 256, (2, 3, 2, 16))
     first = onset(SHAPE.steps)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Curves:
-    """What a cell's runs did: [steps, R] each; validation loss [quarters, R]."""
+    """What a cell's runs did: [steps, R] each; loss of the first validation batch [quarters, R], and of all of them [R]."""
 
     loss: np.ndarray
     norm: np.ndarray
@@ -69,6 +70,7 @@ class Curves:
     gain_forward: np.ndarray
     gain_backward: np.ndarray
     purified: np.ndarray
+    quarter_loss: np.ndarray
     val_loss: np.ndarray
     cpu_s: float
 
@@ -125,14 +127,15 @@ def train_cell(variant: str, condition: Condition, seeds: Sequence[int], shape: 
         found.append(outcome)
         purified.append(_end(extensions, step, outcome))
         if step % max(1, shape.steps // QUARTERS) == 0 or step == shape.steps:
-            validation.append(_validate(replicas, shape, corpus))
+            validation.append(_validate(replicas, shape, corpus, all_batches=step == shape.steps))
     columns = [
         torch.stack([getattr(outcome, name) for outcome in found]).double().numpy()
         for name in ("loss", "norm", "finite", "gain_forward", "gain_backward")
     ]
     loss, norm, finite, forward, backward = columns
     seconds = time.process_time() - began
-    return Curves(loss, norm, finite, forward, backward, np.array(purified), np.stack(validation), seconds)
+    quarters = np.stack([batches[0] for batches in validation])
+    return Curves(loss, norm, finite, forward, backward, np.array(purified), quarters, validation[-1].mean(0), seconds)
 
 
 def _each(extensions: list[list[Extension]], call: str, step: int) -> None:
@@ -152,18 +155,18 @@ def _end(extensions: list[list[Extension]], step: int, outcome: ReplicaStep) -> 
     return counts
 
 
-def _validate(replicas: Replicas, shape: Shape, corpus: Corpus) -> np.ndarray:
-    """Mean loss [R] over validation sequences that are the same for all."""
+def _validate(replicas: Replicas, shape: Shape, corpus: Corpus, all_batches: bool) -> np.ndarray:
+    """Loss [batches, R] of validation sequences that are the same for all runs; without ``all_batches`` of the first batch."""
     size = min(16, shape.validation_sequences)
-    batches = list(evaluation_batches(corpus.validation, shape.context, size, shape.validation_sequences // size))
-    return torch.stack([replicas.loss(*batch) for batch in batches]).double().mean(0).numpy()
+    batches = evaluation_batches(corpus.validation, shape.context, size, shape.validation_sequences // size)
+    return torch.stack([replicas.loss(*batch) for batch in islice(batches, None if all_batches else 1)]).double().numpy()
 
 
 def _row(variant: str, name: str, seed: int, index: int, shape: Shape, curves: Curves, clean: Curves) -> Row:
     condition = CONDITIONS[name]
     loss, finite = curves.loss[:, index], curves.finite[:, index] > 0
-    val_loss = curves.val_loss[:, index]
-    why, step = verdict(finite, val_loss, TrainConfig().max_nonfinite)
+    val_loss = curves.val_loss[index]
+    why, step = verdict(finite, curves.quarter_loss[:, index], TrainConfig().max_nonfinite)
     recovery = None
     if condition.fault:
         recovery = recovery_steps(loss, clean.loss[:, index], onset(shape.steps) - 1)
@@ -185,8 +188,8 @@ def _row(variant: str, name: str, seed: int, index: int, shape: Shape, curves: C
         "diverged_step": step,
         "nonfinite_steps": int((~finite).sum()),
         "train_loss": float(loss[-max(1, len(loss) // 10) :].mean()),
-        "val_loss": float(val_loss[-1]),
-        "val_excess": float(val_loss[-1] - clean.val_loss[-1, index]) if condition.fault else None,
+        "val_loss": float(val_loss),
+        "val_excess": float(val_loss - clean.val_loss[index]) if condition.fault else None,
         "recovery_steps": recovery,
         "purified_steps": int((curves.purified[:, index] > 0).sum()),
         "grad_norm_max": _largest(curves.norm[:, index]),

@@ -40,6 +40,7 @@ figures: $(VENV)/.dev-ready
 	$(BIN)/python docs/hooks/picture.py
 	$(BIN)/python docs/hooks/readme.py
 	$(BIN)/python docs/hooks/levels_picture.py
+	$(BIN)/python docs/hooks/gain_picture.py
 
 bench: $(VENV)/.dev-ready
 	$(BIN)/laneway bench layer --quick

@@ -140,6 +140,12 @@ def test_rows_summary_and_going_on(tmp_path, monkeypatch):
     assert len(told) == 4
     rows = stability.read_runs(path)
     assert len(rows) == 8
+    curves = report.tables["stability_curves"]
+    assert [row["step"] for row in curves] == [*range(1, 21)] * 4
+    assert all(row["finite_runs"] == 2 and row["loss_median"] > 0 for row in curves)
+    for row in rows:
+        own = [c["gain_backward_max"] for c in curves if (c["variant"], c["condition"]) == (row["variant"], row["condition"])]
+        assert row["gain_backward_max"] <= max(own) * (1 + 1e-5)
     cells = report.tables["stability"]
     assert [(c["condition"], c["variant"]) for c in cells] == [
         (condition, variant) for condition in ("lr-0.003", "persistent") for variant in ("residual", "mhc")
@@ -156,6 +162,7 @@ def test_rows_summary_and_going_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stability, "run_unit", lambda *_: pytest.fail("the runs are there"))
     again = stability.run(small(runs=str(path)), told.append)
+    assert "stability_curves" not in again.tables
     assert [c["diverged"] for c in again.tables["stability"]] == [c["diverged"] for c in cells]
     assert again.tables["stability"][3]["val_excess"] == pytest.approx(cells[3]["val_excess"], rel=1e-4)
     with path.open() as file:

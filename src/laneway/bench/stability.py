@@ -4,6 +4,7 @@ The same text in the same order, the same weights at the start for each seed, in
 rates up to clearly too high, depth, bf16 and fp16 streams, batches of noise, gradient spikes once and on every step. All seeds of
 a cell train together (replicas.py). Reported: the share of runs that diverged with its Wilson interval, the composite gain over
 the run, the loss against plain mHC paired by seed, and how long after a fault the loss is back at that of the run without it.
+Curves are medians over a cell's runs, of the cells that this call has run.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def run(options: StabilityOptions, progress: Callable[[str], None] = lambda line
     path = Path(options.runs).expanduser() if options.runs else None
     done = read_runs(path) if path else []
     fresh: list[Row] = []
+    curves: list[Row] = []
     began = time.process_time()
     with using_threads(1):
         corpus = prepare(TextDataConfig())
@@ -93,7 +95,8 @@ def run(options: StabilityOptions, progress: Callable[[str], None] = lambda line
                 wanted = {(variant, name, seed) for name in unit for seed in range(options.seeds)}
                 if wanted <= {tuple(row[key] for key in KEY) for row in done}:
                     continue
-                made = run_unit(variant, unit, range(options.seeds), options.shape, corpus, progress)
+                made, over_steps = run_unit(variant, unit, range(options.seeds), options.shape, corpus, progress)
+                curves += over_steps
                 if path:
                     append(path, made)
                 have = {tuple(row[key] for key in KEY) for row in made}
@@ -108,6 +111,8 @@ def run(options: StabilityOptions, progress: Callable[[str], None] = lambda line
     tables = {"stability": cells}
     if verdicts:
         tables["stability_verdicts"] = verdicts
+    if curves:
+        tables["stability_curves"] = [row | {"quick": int(options.quick)} for row in curves]
     if not path:
         tables["stability_runs"] = fresh
     return Report("stability", tables, _summary(asked, options), notes)

@@ -29,6 +29,8 @@ from laneway.train.workbench import seed_all
 CLIMB, QUARTERS = 0.3, 4
 # A fault is over when the loss on the same batches stays less than TOLERANCE nats over the twin's, in means of WINDOW steps.
 TOLERANCE, WINDOW = 0.05, 5
+POINTS = 40  # of a cell's curves
+GAINS = ("gain_forward", "gain_backward")
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,10 @@ class Curves:
 
 def run_unit(
     variant: str, unit: Sequence[str], seeds: Sequence[int], shape: Shape, corpus: Corpus, progress: Callable[[str], None]
-) -> list[Row]:
-    """A condition and those with a fault that are compared with it: one row a run."""
+) -> tuple[list[Row], list[Row]]:
+    """A condition and those with a fault that are compared with it: one row a run, and one for each of POINTS steps of a cell."""
     rows: list[Row] = []
+    over_steps: list[Row] = []
     clean: Curves | None = None
     for name in unit:
         own = shape.under(CONDITIONS[name])
@@ -89,7 +92,24 @@ def run_unit(
         diverged = sum(row["diverged"] for row in made)
         progress(f"{variant} under {name}: {diverged} of {len(made)} diverged; {curves.cpu_s:.0f} CPU seconds")
         rows += made
-    return rows
+        over_steps += _over_steps(variant, name, curves)
+    return rows, over_steps
+
+
+def _over_steps(variant: str, name: str, curves: Curves) -> list[Row]:
+    """Medians over the runs that are still finite, and the largest gain."""
+    steps = len(curves.loss)
+    return [
+        {"variant": variant, "condition": name, "step": step, "runs": curves.loss.shape[1], "finite_runs": int(alive.sum())}
+        | {f"{column}_median": _median(getattr(curves, column)[step - 1][alive]) for column in ("loss", "norm", *GAINS)}
+        | {f"{column}_max": _largest(getattr(curves, column)[step - 1]) for column in GAINS}
+        for step in np.unique(np.linspace(1, steps, min(POINTS, steps)).round().astype(int)).tolist()
+        for alive in [curves.finite[step - 1] > 0]
+    ]
+
+
+def _median(values: np.ndarray) -> float | None:
+    return float(np.median(values)) if len(values) else None
 
 
 def build_replicas(
@@ -129,8 +149,7 @@ def train_cell(variant: str, condition: Condition, seeds: Sequence[int], shape: 
         if step % max(1, shape.steps // QUARTERS) == 0 or step == shape.steps:
             validation.append(_validate(replicas, shape, corpus, all_batches=step == shape.steps))
     columns = [
-        torch.stack([getattr(outcome, name) for outcome in found]).double().numpy()
-        for name in ("loss", "norm", "finite", "gain_forward", "gain_backward")
+        torch.stack([getattr(outcome, name) for outcome in found]).double().numpy() for name in ("loss", "norm", "finite", *GAINS)
     ]
     loss, norm, finite, forward, backward = columns
     seconds = time.process_time() - began
@@ -170,7 +189,7 @@ def _row(variant: str, name: str, seed: int, index: int, shape: Shape, curves: C
     recovery = None
     if condition.fault:
         recovery = recovery_steps(loss, clean.loss[:, index], onset(shape.steps) - 1)
-    gains = {f"gain_{way}_max": _largest(getattr(curves, f"gain_{way}")[:, index]) for way in ("forward", "backward")}
+    gains = {f"{way}_max": _largest(getattr(curves, way)[:, index]) for way in GAINS}
     return {
         "variant": variant,
         "condition": name,

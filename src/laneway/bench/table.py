@@ -35,6 +35,8 @@ COLUMNS = {
                   "val_loss_minus_mhc_low", "val_loss_minus_mhc_high", "val_excess", "recovered", "recovery_steps_median"),
     "stability_verdicts": ("variant", "against", "verdict", "conditions", "better", "worse", "difference_mean",
                            "difference_best", "difference_worst", "diverged", "against_diverged"),
+    "stability_curves": ("variant", "condition", "step", "finite_runs", "loss_median", "gain_forward_median", "gain_forward_max",
+                         "gain_backward_median"),
     "stability_runs": ("variant", "condition", "seed", "diverged", "why", "nonfinite_steps", "val_loss", "gain_forward_max"),
     "quality_time": ("variant", "seed", "steps", "residual_steps", "step_time_over_residual", "val_loss", "residual_val_loss",
                      "val_loss_minus_residual"),

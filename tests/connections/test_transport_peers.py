@@ -1,4 +1,4 @@
-"""Distances, barycentres and the partial transport of magnitudes beside those of POT, which knows nothing of quantile functions."""
+"""Distances, barycentres and the partial transport of magnitudes beside those of POT, which has no quantile functions."""
 
 from __future__ import annotations
 

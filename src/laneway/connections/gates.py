@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from laneway.connections.control import ControlStack, Maps, StreamControl, control_parts, controlled_sites
 from laneway.connections.curvature import lower_median
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choice, positive_int, real
 
 if TYPE_CHECKING:
     from laneway.connections.layer import HyperConnection
@@ -33,11 +33,9 @@ _PLACE = re.compile(r"controls\.(\d+)\.")
 LIMIT = 1e6  # the largest excess: at λ = 1 the saturating gate stays above zero in fp32
 
 
-def strength_in_range(field: str, given: float) -> float:
+def strength_in_range(field: str, given: object) -> float:
     """λ, a number from 0 to 1; raises InputError."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
-        raise InputError(field, given, "a number from 0 to 1")
-    return float(given)
+    return real(field, given, lambda strength: 0 <= strength <= 1, "a number from 0 to 1")
 
 
 def excess(curvature: Tensor, median: Tensor, reference: str = "own") -> Tensor:

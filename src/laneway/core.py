@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -53,6 +55,13 @@ def positive_int(field: str, given: object, at_least: int = 1) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or given < at_least:
         raise InputError(field, given, f"an integer ≥ {at_least}")
     return given
+
+
+def real(field: str, given: object, fine: Callable[[float], bool], accepted: str) -> float:
+    """Return ``given`` as a float if it is a finite number for which ``fine`` holds; otherwise raise an InputError."""
+    if isinstance(given, bool) or not isinstance(given, Real) or not math.isfinite(given) or not fine(float(given)):
+        raise InputError(field, given, accepted)
+    return float(given)
 
 
 def collect(checks: Iterable[Callable[[], object]]) -> list[InputError]:

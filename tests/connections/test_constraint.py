@@ -302,6 +302,9 @@ def test_the_controller_is_given_the_steps_numbers():
     [
         ({"strength": 1.5}, "strength: got 1.5; accepted: a number from 0 to 1"),
         ({"strength": float("nan")}, "strength: got nan"),
+        ({"strength": -0.01}, "strength: got -0.01"),
+        ({"strength": True}, "strength: got True"),
+        ({"strength": "half"}, "strength: got 'half'"),
         ({"final": 2.0, "steps": 5}, "final: got 2.0"),
         ({"strength": abs, "final": 0.5}, "final: got 0.5; accepted: None where strength is a function"),
         ({"measurement": Measurement(projection=17)}, "projection: got 17; accepted: an integer from 1 to 16"),
@@ -310,6 +313,9 @@ def test_the_controller_is_given_the_steps_numbers():
         ({"measurement": Measurement(every=0)}, "every: got 0"),
         ({"measurement": Measurement(seed=-1)}, "seed: got -1"),
         ({"measurement": Measurement(window=0)}, "window: got 0"),
+        ({"measurement": Measurement(sample=5, neighbours=5)}, "sample: got 5; accepted: more tokens than neighbours = 5"),
+        ({"measurement": Measurement(seed=2**63)}, r"seed: got .*; accepted: an integer from 0 to below 2\*\*63"),
+        ({"measurement": Measurement(decay="slow")}, "decay: got 'slow'"),
         ({"rule": Rule(form="hard")}, "form: got 'hard'"),
     ],
 )

@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import laneway as lw
+from laneway.connections.control import ControlStack, attach
+from laneway.connections.controls import build
 from laneway.connections.gates import FORMS, REFERENCES, ConstantStrength, FixedGate, excess, gate_of, restore_gates
+from laneway.connections.schedule import FixedPriorities, Schedule, add_scheduler
 
 NUMBERS = st.floats(0, 2.0**100, width=32)
 
@@ -85,7 +88,7 @@ def test_gates_go_where_the_weights_go():
     model = torch.nn.Sequential(random_site(8, 4), random_site(8, 4))
     model[0].control = FixedGate(4, res=True)
     model[0].control.gate.uniform_(0.2, 1)
-    model[1].control = lw.connections.control.ControlStack([ConstantStrength(4, 0.5), ConstantStrength(4, 0.9)])
+    model[1].control = ControlStack([ConstantStrength(4, 0.5), ConstantStrength(4, 0.9)])
     state, x = model.state_dict(), torch.randn(5, 4, 8)
     fresh = torch.nn.Sequential(random_site(8, 4), random_site(8, 4))
     with pytest.raises(RuntimeError, match=r"control\.gate"):
@@ -99,3 +102,52 @@ def test_gates_go_where_the_weights_go():
     plain = torch.nn.Sequential(random_site(8, 4))
     assert restore_gates(plain, plain.state_dict()) == 0
     assert plain[0].control is None
+
+
+OTHERS = {
+    "scheduler": lambda model: add_scheduler(model, Schedule(directions=2, sample=8)),
+    "priorities": lambda model: attach(model, lambda site, place: FixedPriorities([1 + place, 2, 3, 4])),
+}
+
+
+@pytest.mark.parametrize("order", [("gate", "scheduler"), ("scheduler", "gate"), ("priorities", "gate", "scheduler", "gate")])
+def test_gates_among_other_controls_come_back_to_their_places(order):
+    """The others are built first; what each site decides is then the same, bit for bit."""
+    model = torch.nn.Sequential(random_site(8, 4), random_site(8, 4))
+    fresh = torch.nn.Sequential(random_site(8, 4), random_site(8, 4))
+    for name in order:
+        if name == "gate":
+            attach(model, lambda site, place: FixedGate(site.streams, res=place == 0))
+        else:
+            OTHERS[name](model)
+            OTHERS[name](fresh)
+    with torch.no_grad():
+        for part in model.modules():
+            for name in ("gate", "query", "damping"):
+                if isinstance(value := getattr(part, name, None), torch.Tensor):
+                    value.uniform_(0.2, 1)
+    state, x = model.state_dict(), torch.randn(5, 4, 8)
+    for _ in range(2):  # gates of the first time make way for those of the second
+        assert restore_gates(fresh, state) == 2 * order.count("gate")
+    fresh.load_state_dict(state)
+    for a, b in zip(model, fresh, strict=True):
+        assert [type(part) for part in b.control.controls] == [type(part) for part in a.control.controls]
+        for want, got in zip((a(x)[0], *_maps(a, x)), (b(x)[0], *_maps(b, x)), strict=True):
+            assert torch.equal(got, want)
+
+
+def _maps(site, x):
+    merge = site(x)[1]
+    return merge.pre, merge.post, merge.res
+
+
+def test_a_gate_behind_controls_that_are_not_there_is_named():
+    model, fresh = torch.nn.Sequential(random_site(8, 4)), torch.nn.Sequential(random_site(8, 4))
+    build("priorities", model)
+    build("curvature", model, strength=0.5)
+    with pytest.raises(lw.InputError, match=r"state: got '0\.control\.controls\.1\.gate'.*build the other controls first"):
+        restore_gates(fresh, model.state_dict())
+    assert fresh[0].control is None
+    fresh[0].control = ControlStack([ControlStack([FixedGate(4)])])
+    with pytest.raises(lw.InputError, match=r"state: got '0\.control\.controls\.0\.controls\.0\.gate'"):
+        restore_gates(model, fresh.state_dict())

@@ -142,10 +142,36 @@ def test_what_was_done_is_told_once_a_step():
     assert fields["score"] * fields["correction"] == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("field", "value"), [("factor", 1.0), ("factor", math.nan), ("decay", 1.0), ("warmup", 0)])
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
+def test_a_poisoned_path_is_told_of_by_its_name_and_the_others_are_guarded(poison):
+    found, told = paths(), []
+    guard = PathNormGuard(found, warmup=1, tell=lambda kind, **fields: told.append(fields))
+    for step in range(3):
+        run(guard, found, step)
+    fill(found, {1: 1e4}, seed=3)
+    found[2].pieces[0].parameter.grad[0, 0] = poison
+    guard.on_backward_end(3)
+    row: dict = {}
+    guard.on_step_end(3, row)
+    assert [fields["path"] for fields in told] == ["blocks.1.f", "blocks.2.f"]
+    assert told[1] == {"path": "blocks.2.f", "score": None, "correction": None}
+    assert row["purified_paths"] == 1
+    assert found[1].pieces[0].parameter.grad.norm() < 10
+
+
+BAD = [
+    *(("factor", value) for value in (1.0, math.nan, math.inf, True, "much", None)),
+    *(("decay", value) for value in (1.0, -0.1, "0.9", None)),
+    *(("warmup", value) for value in (0, 2.5, True)),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD)
 def test_bad_values_are_named(field, value):
-    with pytest.raises(InputError, match=field):
+    with pytest.raises(InputError, match=f"{field}: got"):
         PathNormGuard(paths(), **{field: value})
+    with pytest.raises(InputError, match=r"paths: got \[\]"):
+        PathNormGuard([])
 
 
 def test_a_model_without_paths_is_refused():

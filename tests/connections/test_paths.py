@@ -63,6 +63,32 @@ def test_wrappers_and_frozen_parts_leave_no_trace():
     assert [path.name for path in paths_of(net)] == [name for name in names if not name.startswith("blocks.0.")]
 
 
+def test_a_site_that_is_frozen_in_part_keeps_what_trains():
+    net = model()
+    net.blocks[0].site_ffn.fn.requires_grad_(False)
+    net.blocks[1].site_ffn.base.requires_grad_(False)
+    net.blocks[2].site_ffn.requires_grad_(False)
+    found = {path.name: path for path in paths_of(net)}
+    for index, kept in ((0, ("base", "scale")), (1, ("fn", "scale")), (2, ())):
+        site = net.blocks[index].site_ffn
+        for group in ("pre", "post", "res"):
+            path = found.get(f"blocks.{index}.site_ffn.{group}")
+            pieces = [] if path is None else [piece.parameter for piece in path.pieces]
+            assert [id(p) for p in pieces] == [id(getattr(site, name)) for name in kept]
+
+
+def test_what_layers_share_is_one_path_and_purified_once():
+    net = model()
+    net.blocks[2].ffn.out.weight = net.blocks[1].ffn.out.weight
+    net.blocks[2].site_ffn.fn = net.blocks[1].site_ffn.fn
+    found = {path.name: path for path in paths_of(net)}
+    assert "blocks.1.ffn.out" in found
+    assert "blocks.2.ffn.out" not in found
+    views = [(piece.parameter, piece.start) for path in found.values() for piece in path.pieces]
+    assert len({(id(p), start) for p, start in views}) == len(views)
+    assert [len(found[f"blocks.{i}.site_ffn.post"].pieces) for i in range(3)] == [3, 3, 2]
+
+
 def expected(path: Path) -> torch.Tensor:
     return torch.cat([p.parameter.grad[p.start : p.stop].flatten() for p in path.pieces if p.parameter.grad is not None])
 

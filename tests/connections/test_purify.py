@@ -179,6 +179,20 @@ def test_a_fault_from_the_first_step_is_found_by_its_peers():
     assert sum(found[8:]) == 21  # with a past, from step to step
 
 
+@pytest.mark.parametrize("leaps", [False, True])
+def test_a_path_that_parts_from_its_peers_in_the_first_steps_is_left_alone(leaps):
+    """All others fall by orders of magnitude, as where one layer learns first; a leap of its own is found all the same."""
+    net = Net(layers=8, seed=12)
+    purifier = GradientPurifier(net.paths, 6)
+    found = []
+    for number in range(1, 18):
+        fall = math.exp(-2.0 * max(number - 6, 0))
+        fault = {name: fall for name in net.parameters if name != "blocks.3.out"}
+        found.append(step(net, purifier, number, fault | ({"blocks.3.out": 1e4} if leaps and number > 10 else {}))[2])
+    assert not purifier.history.mature.any()
+    assert [row["purified_paths"] for row in found] == [0] * 10 + [int(leaps)] * 7
+
+
 def test_two_layers_make_no_peers_but_have_a_past():
     net = Net(layers=2, seed=4)
     purifier = GradientPurifier(net.paths, 4)
@@ -222,6 +236,54 @@ def test_gradients_of_other_dtypes(dtype):
     assert after["blocks.1.out"].dtype == dtype
     assert (after["blocks.1.out"].abs() <= before["blocks.1.out"].abs()).all()
     assert after["blocks.1.out"].norm() < before["blocks.1.out"].norm() / 1e3
+
+
+def test_a_narrow_gradient_among_wide_peers_whose_values_it_cannot_hold():
+    net = Net(layers=5, seed=13)
+    narrow = nn.Parameter(torch.zeros(SHAPES["in"], dtype=torch.float16))
+    paths = [Path("blocks.9.in", "blocks.*.in", (Piece(narrow, 0, SHAPES["in"][0]),)), *net.paths]
+    purifier = GradientPurifier(paths, 1)
+    purifier.on_step_begin(1)
+    net.backward()
+    for i in range(5):
+        net.parameters[f"blocks.{i}.in"].grad[0, 0] = 1e6
+    narrow.grad = torch.randn(SHAPES["in"]).mul_(1e4).half()
+    before = narrow.grad.clone()
+    purifier.on_backward_end(1)
+    assert 0 in purifier.flagged
+    assert narrow.grad.abs().median() < before.abs().median() / 1000
+    assert torch.equal(narrow.grad.sign(), before.sign())
+
+
+def test_an_expert_without_tokens_is_no_peer_and_no_outlier_when_it_comes_back():
+    net = Net(layers=6, seed=14)
+    purifier = GradientPurifier(net.paths, 2)
+    for number in range(1, 30):
+        purifier.on_step_begin(number)
+        before = net.backward()
+        for i, name in enumerate(net.parameters):
+            if (number + i) % 5:  # tokens come every fifth step; between them no gradient, or one of zeros
+                net.parameters[name].grad = None if i % 2 else torch.zeros_like(before[name])
+        before = {name: p.grad.clone() for name, p in net.parameters.items() if p.grad is not None}
+        purifier.on_backward_end(number)
+        assert purifier.flagged == []
+        assert all(torch.equal(net.parameters[name].grad, kept) for name, kept in before.items())
+
+
+def test_a_step_in_which_every_path_is_poisoned_is_left_and_forgotten():
+    net, clean = Net(seed=15), Net(seed=15)
+    purifier, reference = GradientPurifier(net.paths, 2), GradientPurifier(clean.paths, 2)
+    for number in range(1, 12):
+        purifier.on_step_begin(number)
+        net.backward()
+        if number == 6:
+            for p in net.parameters.values():
+                p.grad.fill_(math.nan)
+        purifier.on_backward_end(number)
+        step(clean, reference, number)
+        assert purifier.flagged == []
+    assert purifier.history.steps.tolist() == [10] * 12
+    assert purifier.history.mean.isfinite().all()
 
 
 @pytest.mark.parametrize("screen", ["now", "late", "off"])
@@ -298,8 +360,16 @@ def test_ranks_that_decide_differently_are_found_out():
         ("floor", 0.0),
         ("zeta", -1.0),
         ("release", math.nan),
+        ("every", True),
+        ("every", "6"),
+        ("strength", "all"),
+        ("floor", True),
+        ("floor", None),
+        ("zeta", math.inf),
     ],
 )
 def test_bad_values_are_named(field, value):
-    with pytest.raises(InputError, match=field):
+    with pytest.raises(InputError, match=f"{field}: got"):
         GradientPurifier(Net().paths, **{field: value})
+    with pytest.raises(InputError, match=r"paths: got \[\]"):
+        GradientPurifier([])

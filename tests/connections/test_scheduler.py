@@ -449,6 +449,9 @@ def test_controls_by_name(name):
         ({"threshold": 1.0}, "threshold"),
         ({"decay": 1.0}, "decay"),
         ({"every": 0}, "every"),
+        *(({name: "x"}, f"{name}: got 'x'") for name in ("temperature", "demand", "damping", "threshold", "decay", "every")),
+        *(({name: None}, f"{name}: got None") for name in ("temperature", "floor", "features", "directions", "sample")),
+        ({"temperature": True}, "temperature: got True"),
         ({"features": 33}, "features"),
         ({"directions": 6}, r"directions: got 6; accepted: an integer from 1 to below the 6 dimensions"),
         ({"sample": 2}, "sample"),
@@ -468,6 +471,6 @@ def test_what_has_no_streams_or_a_scheduler_already_is_refused():
     add_scheduler(model, QUICK)
     with pytest.raises(lw.InputError, match="schedule"):
         ConnectionScheduler(model, QUICK)
-    for shares in ([1.0, 2, 3], [1.0, 0, 1, 1], [1.0, -1, 1, 1], []):
+    for shares in ([1.0, 2, 3], [1.0, 0, 1, 1], [1.0, -1, 1, 1], [1, 1, 1, "x"], [1, 1, 1, math.nan], []):
         with pytest.raises(lw.InputError, match="shares"):
             build("priorities", gpt(), shares=shares)

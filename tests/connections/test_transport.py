@@ -1,4 +1,7 @@
-"""Distributions of magnitudes: counts, quantiles, distances, barycentres against numpy, scipy and POT; transport by its laws."""
+"""Distributions of magnitudes: counts, quantiles, distances against numpy and scipy; barycentres and transport by their laws.
+
+test_transport_peers.py has the same beside POT.
+"""
 
 from __future__ import annotations
 
@@ -77,15 +80,6 @@ def test_the_distance_of_order_one_is_scipys(seed):
     sampled = stats.wasserstein_distance(x.double().log().numpy(), y.double().log().numpy())
     counts = transport.distance(transport.quantiles(counted(x)), transport.quantiles(counted(y)), 1)
     assert counts.item() == pytest.approx(sampled, abs=BIN)
-
-
-@given(seed=st.integers(0, 10**6))
-@settings(max_examples=15, deadline=None)
-def test_the_distance_of_order_two_is_pots(seed):
-    ot = pytest.importorskip("ot", reason="POT is not installed")
-    a, b = quantile_functions(seed, 2).numpy()
-    wanted = ot.wasserstein_1d(a, b, WEIGHTS.numpy(), WEIGHTS.numpy(), p=2) ** 0.5
-    assert transport.distance(torch.tensor(a), torch.tensor(b)).item() == pytest.approx(wanted, rel=1e-9)
 
 
 @given(seed=st.integers(0, 10**6))

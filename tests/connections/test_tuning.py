@@ -102,6 +102,9 @@ def test_a_step_that_is_not_finite_is_a_spike_and_enters_no_average():
         ("spike", 1),
         ("lower_at", 1.0),
         ("up", float("nan")),
+        ("start", True),
+        ("rise", "fast"),
+        ("spike", None),
     ],
 )
 def test_bad_settings_are_named(field, value):

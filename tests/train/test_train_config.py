@@ -65,6 +65,7 @@ def test_the_default_is_fine():
         ("control.norm_guard", 1.0),
         ("control.norm_guard", -2.0),
         ("control.norm_guard", float("inf")),
+        ("control.norm_guard", "high"),
     ],
 )
 def test_a_wrong_value_is_named(config, change, field, value):
@@ -78,6 +79,20 @@ def test_a_wrong_value_is_named(config, change, field, value):
 def test_a_strength_that_chooses_itself_has_no_schedule(change):
     assert change(control={"curvature": "auto"}).problems() == []
     assert fields_of(change(control={"curvature": "auto", "curvature_final": 0.5}).problems()) == ["control.curvature_final"]
+
+
+@pytest.mark.parametrize("model", [{"streams": 1}, {"residual": "residual"}])
+@pytest.mark.parametrize("control", [{"curvature": 0.5}, {"curvature": "auto"}, {"curvature_final": 0.5}, {"scheduler": True}])
+def test_one_stream_has_nothing_to_control(change, model, control):
+    [problem] = change(model=model, control=control).problems()
+    assert problem.field == f"control.{next(iter(control))}"
+    assert change(model=model, control={"purify_every": 6}).problems() == []
+
+
+def test_a_projection_is_no_wider_than_the_streams(change):
+    [problem] = change(control={"curvature": 0.5, "curvature_projection": 17}).problems()
+    assert str(problem).startswith("control.curvature_projection: got 17; accepted: an integer from 1 to 16")
+    assert change(control={"curvature": 0.5, "curvature_projection": 16}).problems() == []
 
 
 def test_one_thing_corrects_gradients(change):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from laneway.connections.gates import FixedGate
 from laneway.connections.schedule import schedulers
 from laneway.core import InputError, LanewayError
 from laneway.rundir import RunDirectory
@@ -64,6 +65,23 @@ def test_a_scheduled_run_resumes_tells_and_comes_back(change, tmp_path):
     (tmp_path / "whole" / "export" / "config.json").unlink()
     again = load_trained(tmp_path / "whole", torch.device("cpu")).model
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_a_run_with_all_controls_comes_back_from_its_export_as_from_its_checkpoint(change, tmp_path):
+    """Gates that stand behind a scheduler at each site."""
+    both = {"scheduler": True, "curvature": 0.9, "curvature_every": 2, "curvature_sample": 24, "curvature_neighbours": 5}
+    train(quick(change, control=both | {"scheduler_every": 2}), out=tmp_path / "run", console=None)
+    models = [load_trained(tmp_path / "run", torch.device("cpu"))]
+    (tmp_path / "run" / "export" / "config.json").unlink()
+    models.append(load_trained(tmp_path / "run", torch.device("cpu")))
+    assert "export" in models[0].source
+    assert "checkpoint" in models[1].source
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    outputs = [each.model(tokens) for each in models]
+    assert torch.equal(*outputs)
+    [last] = rows(tmp_path / "run", "gate")[-1]
+    gates = [part.gate.tolist() for part in models[0].model.modules() if isinstance(part, FixedGate)]
+    assert gates == [pytest.approx(site) for site in last]
 
 
 def test_off_is_the_run_without(change, tmp_path):

@@ -13,7 +13,12 @@ median of ln n over its last ``WINDOW`` steps, and leave-one-out barycentres ove
 The excess is the Wasserstein-2 distance as far as the path is the larger one; the norm sees a few huge values that a sample may
 miss. Gradients of some paths (the first sites') vary by orders of magnitude in a healthy run: the habit is what each path does
 without being contaminated. A path without a past is judged by its peers alone: contaminated where x is above a higher floor and
-ζ · 1.4826 · median absolute deviation of x over K; one with fewer than two peers by its past alone.
+ζ · 1.4826 · median absolute deviation of x over K. Once a check has found it fine, its norm must have leapt too:
+
+    leap          ln n − m − max(0, median over K of (ln n − m)),   over floor + h
+
+since in the first steps of a run paths part from their peers by orders of magnitude without any leap. A path with fewer than two
+peers is judged by its past alone.
 """
 
 from __future__ import annotations
@@ -179,12 +184,13 @@ def judge(reading: Reading, history: History, kinds: Sequence[Sequence[int]], ep
     norm, peak = reading.norms.clone(), reading.peaks.clone()
     usable = reading.usable
     known = usable & history.mature
+    fresh = episode | (history.checks == 0) | (history.steps < YOUNG)
     drift = _common_drift(reading, history, known)
     for kind in kinds:
         here = torch.tensor([path for path in kind if usable[path]], dtype=torch.int64)
         if len(here) == 0:
             continue
-        found = _Kind(reading, history, here, known[here], drift, settings)
+        found = _Kind(reading, history, here, known[here], fresh[here], drift, settings)
         score[here], distance[here] = found.score, found.distance
         target[here], norm[here], peak[here] = found.target, found.norm, found.peak
     return Verdict(torch.where(episode, score / STAY, score), distance, target, norm, peak)
@@ -202,7 +208,14 @@ class _Kind:
     """The usable paths of one kind, judged together."""
 
     def __init__(
-        self, reading: Reading, history: History, here: Tensor, known: Tensor, drift: tuple[float, float], settings: Settings
+        self,
+        reading: Reading,
+        history: History,
+        here: Tensor,
+        known: Tensor,
+        fresh: Tensor,
+        drift: tuple[float, float],
+        settings: Settings,
     ) -> None:
         self.settings, self.known = settings, known
         self.q, self.n = reading.quantiles[here], reading.norms[here]
@@ -210,7 +223,8 @@ class _Kind:
         across, strict, self.centre = self._cross()
         self.distance, self.expected = self._temporal(drift)
         after = self.distance / (self._threshold(self.distance, known, settings.floor) + self.habit)
-        self.score = torch.where(known, torch.minimum(after, across), strict)
+        young = torch.minimum(strict, self._leap(~fresh) / (settings.floor + self.habit))
+        self.score = torch.where(known, torch.minimum(after, across), young)
         self.target = torch.where(known[:, None], self.expected, self.centre)
         middle = self.n.quantile(0.5)
         self.norm = torch.where(known, history.norms[here].nanquantile(0.9, dim=1), middle)
@@ -227,6 +241,12 @@ class _Kind:
         raw = torch.maximum(excess(self.q, centre), self.n - self.n.quantile(0.5))
         raw = raw - raw.quantile(0.5)
         return raw / floor, raw / self._threshold(raw, everyone, self.settings.young_floor), centre
+
+    def _leap(self, measured: Tensor) -> Tensor:
+        """Of the norm over its usual one, further than the others' leap; infinite for those that were not ``measured`` before."""
+        leap = self.n - self.usual
+        common = leap[measured].quantile(0.5).clamp_min(0) if int(measured.sum()) >= FEWEST else 0.0
+        return torch.where(measured, leap - common, math.inf)
 
     def _temporal(self, drift: tuple[float, float]) -> tuple[Tensor, Tensor]:
         """Against the own past, moved as the peers moved: distance, and that past."""

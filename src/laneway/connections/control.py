@@ -89,7 +89,7 @@ def attach(model: nn.Module, make: Callable[[HyperConnection, int], Control]) ->
     made = [make(site, place) for place, site in enumerate(sites)]
     for site, control in zip(sites, made, strict=True):
         before = site.control
-        site.control = control if before is None else ControlStack([*_parts(before), control])
+        site.control = control if before is None else ControlStack([*control_parts(before), control])
     return made
 
 
@@ -100,11 +100,12 @@ def detach(model: nn.Module, controls: Iterable[StreamControl] | None = None) ->
         control = site.control
         if control is None:
             continue
-        left = [part for part in _parts(control) if gone is not None and id(part) not in gone]
+        left = [part for part in control_parts(control) if gone is not None and id(part) not in gone]
         site.control = None if not left else left[0] if len(left) == 1 else ControlStack(left)
 
 
-def _parts(control: StreamControl) -> list[StreamControl]:
+def control_parts(control: nn.Module | None) -> list[StreamControl]:
+    """The controls of a stack, in their order; a single control; nothing for None."""
     stacked = control.controls if isinstance(control, ControlStack) else [control]
     return [part for part in stacked if isinstance(part, StreamControl)]
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from laneway.core import InputError, positive_int
+from laneway.core import InputError, positive_int, real
 
 WIDEST = 32  # dimensions of a projection
 SQUARINGS = 5  # 2⁵ = 32 steps of gradient descent
@@ -132,7 +132,9 @@ class TokenSample(nn.Module):
         positive_int("sample", size)
         if positive_int("projection", dims) > min(positive_int("width", width), WIDEST):
             raise InputError("projection", dims, f"an integer from 1 to {min(width, WIDEST)}, the width of a stream or {WIDEST}")
-        generator = torch.Generator().manual_seed(positive_int("seed", seed, 0))
+        if positive_int("seed", seed, 0) >= 2**63:
+            raise InputError("seed", seed, "an integer from 0 to below 2**63")
+        generator = torch.Generator().manual_seed(seed)
         self.register_buffer("projection", torch.randn(width, dims, generator=generator) / dims**0.5)
         self.register_buffer("places", torch.rand(size, generator=generator, dtype=torch.float64))
 
@@ -167,9 +169,7 @@ class MovingCurvature(nn.Module):
 
     def __init__(self, paths: int, decay: float = 0.9, window: int = 32) -> None:
         super().__init__()
-        if not 0 <= decay < 1:
-            raise InputError("decay", decay, "a number from 0 to below 1")
-        self.decay = decay
+        self.decay = real("decay", decay, lambda d: 0 <= d < 1, "a number from 0 to below 1")
         self.register_buffer("average", torch.zeros(positive_int("paths", paths)))
         self.register_buffer("remaining", torch.ones(paths))  # decay to the number of measurements: the start's weight
         self.register_buffer("history", torch.full((positive_int("window", window), paths), float("nan")))

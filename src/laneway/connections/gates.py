@@ -11,15 +11,16 @@ The reference is the path's own running median, or the larger of that and the me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from laneway.connections.control import ControlStack, Maps, StreamControl, controlled_sites
+from laneway.connections.control import ControlStack, Maps, StreamControl, control_parts, controlled_sites
 from laneway.connections.curvature import lower_median
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choice, positive_int, real
 
 if TYPE_CHECKING:
     from laneway.connections.layer import HyperConnection
@@ -28,14 +29,13 @@ FORMS = ("saturating", "exponential")
 REFERENCES = ("own", "peers")
 FLAT = 1e-3
 LARGEST = 8.0  # excess beyond which the exponential gate closes no further
+_PLACE = re.compile(r"controls\.(\d+)\.")
 LIMIT = 1e6  # the largest excess: at λ = 1 the saturating gate stays above zero in fp32
 
 
-def strength_in_range(field: str, given: float) -> float:
+def strength_in_range(field: str, given: object) -> float:
     """λ, a number from 0 to 1; raises InputError."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
-        raise InputError(field, given, "a number from 0 to 1")
-    return float(given)
+    return real(field, given, lambda strength: 0 <= strength <= 1, "a number from 0 to 1")
 
 
 def excess(curvature: Tensor, median: Tensor, reference: str = "own") -> Tensor:
@@ -106,20 +106,37 @@ def restore_gates(model: nn.Module, state: Mapping[str, Tensor]) -> int:
     """Give a model the gates that a state dict holds, as ``FixedGate``s that ``load_state_dict`` then fills; returns how many.
 
     A network that was trained under gates computes another function without them, and a strict ``load_state_dict`` says so.
+    Among other controls (a scheduler, priorities) gates take the places that they had; the others are part of the model before,
+    in their order. Gates that a site of the model has already make way for those of ``state``.
+
+    Raises:
+        InputError: the state holds a gate behind more other controls than the model has at that site.
     """
     found = 0
     names = {module: name for name, module in model.named_modules()}
     for site in controlled_sites(model):
         prefix = f"{names[site]}.control." if names[site] else "control."
-        parts = sorted({key.removeprefix(prefix).rpartition("gate")[0] for key in state if _is_gate(key, prefix)})
-        gates: list[StreamControl] = [FixedGate(site.streams, f"{prefix}{part}moves_res" in state) for part in parts]
-        if parts not in ([], [""], [f"controls.{index}." for index in range(len(parts))]):
-            continue  # gates among other controls: those must be built first
+        parts = [key.removeprefix(prefix).removesuffix("gate") for key in state if _is_gate(key, prefix)]
+        gates = {part: FixedGate(site.streams, f"{prefix}{part}moves_res" in state) for part in parts}
         if gates:
-            site.control = (gates[0] if parts == [""] else ControlStack(gates)).to(site.base.device)
+            site.control = _placed(gates, site.control, prefix).to(site.base.device)
             found += len(gates)
     return found
 
 
 def _is_gate(key: str, prefix: str) -> bool:
     return key.startswith(prefix) and key.rpartition(".")[2] == "gate"
+
+
+def _placed(gates: Mapping[str, FixedGate], control: nn.Module | None, prefix: str) -> StreamControl:
+    """Gates by their part of the key: "" stands alone, "controls.1." is the second of a stack."""
+    if list(gates) == [""]:
+        return gates[""]
+    stack = [part for part in control_parts(control) if not isinstance(part, FixedGate)]
+    by_place = {int(found[1]) if (found := _PLACE.fullmatch(part)) else -1: part for part in gates}
+    for place, part in sorted(by_place.items()):
+        if not 0 <= place <= len(stack):
+            accepted = "a gate alone or in one stack, behind no more other controls than the model has"
+            raise InputError("state", f"{prefix}{part}gate", accepted, "build the other controls first, in their order")
+        stack.insert(place, gates[part])
+    return ControlStack(stack)

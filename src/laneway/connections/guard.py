@@ -5,8 +5,8 @@ After each backward pass, with n the 2-norm of a path's gradient, m its moving a
     n > e·m     the path's gradient is multiplied by m / n; otherwise nothing is touched
     m ← d·m + (1 − d)·min(n, e·m)     (the plain mean over the first 1 / (1 − d) steps)
 
-A leap by L that lasts is let through after about ln(L) / ((1 − d)(e − 1)) steps, as a path that has grown must be. Gradients that
-are not finite are left to the loop, which skips the step; they move no average.
+A leap by L that lasts is let through after about ln(L) / ((1 − d)(e − 1)) steps, as a path that has grown must be. A path whose
+norm is not finite is reported and left to the loop, which skips the step; it moves no average.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from laneway.connections.agreement import SameDecision
 from laneway.connections.path_gradients import PathGradients
 from laneway.connections.paths import Path, paths_of
-from laneway.core import InputError, Statistics, positive_int
+from laneway.core import InputError, Statistics, positive_int, real
 
 Tell = Callable[..., None]
 """Called as ``tell(kind, path=…, score=…, correction=…, …)`` for what a person should know."""
@@ -37,7 +37,7 @@ class PathNormGuard:
         factor: e, the leap that is not accepted; > 1.
         decay: d of the moving average, 0 to below 1.
         warmup: steps in which averages are gathered and nothing is changed, ≥ 1.
-        tell: told of what was done, see ``Tell``.
+        tell: told of what was done, see ``Tell``; the correction is the factor on the path's norm (None: not finite, left).
         verify: compare a hash of each decision over the ranks, one step late, where a loop shares statistics.
 
     Raises:
@@ -54,11 +54,9 @@ class PathNormGuard:
         tell: Tell | None = None,
         verify: bool = False,
     ) -> None:
-        if not 1 < factor < math.inf:
-            raise InputError("factor", factor, "a number > 1")
-        if not 0 <= decay < 1:
-            raise InputError("decay", decay, "a number from 0 to below 1")
-        self.factor, self.decay, self.warmup = factor, decay, positive_int("warmup", warmup)
+        self.factor = real("factor", factor, lambda e: e > 1, "a number > 1")
+        self.decay = real("decay", decay, lambda d: 0 <= d < 1, "a number from 0 to below 1")
+        self.warmup = positive_int("warmup", warmup)
         self.gradients = PathGradients(paths_of(model) if isinstance(model, nn.Module) else model)
         self.tell, self.agreement = tell, SameDecision("guard", verify)
         device = self.gradients.device
@@ -82,24 +80,26 @@ class PathNormGuard:
         norms = self.gradients.norms()
         fine = norms.isfinite() & (norms > 0)
         over = fine & (self.seen >= self.warmup) & (norms > self.factor * self.mean)
+        flags = torch.stack([over, ~norms.isfinite()])
         scale = torch.where(over, self.mean / norms, 1.0)
         self._average(norms, fine)
-        flagged = [path for path, flag in enumerate(over.tolist()) if flag]
+        flagged, poisoned = ([path for path, flag in enumerate(line) if flag] for line in flags.tolist())
         self.purified = len(flagged)
         self.agreement.put([step, *flagged])
         for path in flagged:
             for view in self.gradients.of(path):
                 view.data.mul_(scale[path])
-        if flagged and self.tell is not None:
-            for path, factor in zip(flagged, scale[flagged].tolist(), strict=True):
-                self._told.append({"path": self.gradients.paths[path].name, "score": 1 / factor, "correction": factor})
+        factors = scale[flagged].tolist() if flagged else []
+        for path, factor in [*zip(flagged, factors, strict=True), *((path, None) for path in poisoned)]:
+            score = None if factor is None else 1 / factor
+            self._told.append({"path": self.gradients.paths[path].name, "score": score, "correction": factor})
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
         """Adds ``purified_paths``, the number of paths that were scaled in this step."""
         metrics["purified_paths"] = self.purified
         for fields in self._told:
-            assert self.tell is not None
-            self.tell("purify", **fields)
+            if self.tell is not None:
+                self.tell("purify", **fields)
         self._told = []
 
     def state_dict(self) -> dict[str, Any]:

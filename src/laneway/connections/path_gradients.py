@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from laneway.connections.paths import Path, Piece
-from laneway.core import LanewayError
+from laneway.core import InputError, LanewayError
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,14 @@ class PathGradients:
     """Finds the gradients of paths after each backward pass, and sums over them.
 
     Raises:
+        InputError: no path.
         LanewayError: a parameter is split otherwise than by rows (FSDP2), or over other ranks than the one before.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(paths)
+        if not self.paths or not all(isinstance(path, Path) for path in self.paths):
+            raise InputError("paths", self.paths, "a model, or one or more of its paths")
         self.groups: list[dist.ProcessGroup] = []
         self.views: list[View] = []
         self._rows: dict[nn.Parameter, Rows] | None = None

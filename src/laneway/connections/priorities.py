@@ -15,15 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laneway.core import InputError, choice
+from laneway.core import choice, real
 
 FORMS = ("scale", "logits")
 
 
 def check_floor(field: str, floor: float, streams: int) -> None:
     """Raise InputError unless all streams can have the floor and something is left to share out."""
-    if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 < floor * streams < 1:
-        raise InputError(field, floor, f"a number > 0 and < 1 / streams = 1 / {streams}")
+    real(field, floor, lambda share: 0 < share * streams < 1, f"a number > 0 and < 1 / streams = 1 / {streams}")
 
 
 def relative_priorities(scores: Tensor, floor: float) -> Tensor:

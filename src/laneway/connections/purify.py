@@ -29,7 +29,7 @@ from laneway.connections.path_gradients import PathGradients
 from laneway.connections.paths import Path, paths_of
 from laneway.connections.readings import norms_of, read
 from laneway.connections.transport import move_down
-from laneway.core import InputError, Statistics, choice, positive_int
+from laneway.core import Statistics, choice, positive_int, real
 
 SCREENS = ("now", "late", "off")
 SQUARES = "purify/squares"
@@ -76,18 +76,12 @@ class GradientPurifier:
         tell: Tell | None = None,
         verify: bool = False,
     ) -> None:
-        for name, value, fine, accepted in (
-            ("strength", strength, 0 < strength <= 1, "a number above 0, to 1"),
-            ("floor", floor, 0 < floor < math.inf, "a number > 0"),
-            ("zeta", zeta, 0 < zeta < math.inf, "a number > 0"),
-            ("release", release, 0 <= release < math.inf, "a number ≥ 0"),
-        ):
-            if not fine:
-                raise InputError(name, value, accepted)
+        self.strength = real("strength", strength, lambda s: 0 < s <= 1, "a number above 0, to 1")
+        for name, value in (("floor", floor), ("zeta", zeta)):
+            real(name, value, lambda given: given > 0, "a number > 0")
+        real("release", release, lambda nats: nats >= 0, "a number ≥ 0")
         self.every, self.sample = positive_int("every", every), positive_int("sample", sample, 64)
-        self.screen, self.strength, self.tell = choice("screen", screen, SCREENS), strength, tell
-        self.every, self.sample = positive_int("every", every), positive_int("sample", sample, 64)
-        self.screen, self.strength, self.tell = choice("screen", screen, SCREENS), strength, tell
+        self.screen, self.tell = choice("screen", screen, SCREENS), tell
         self.settings = Settings(floor, floor + YOUNG_MARGIN, zeta, release)
         self.gradients = PathGradients(paths_of(model) if isinstance(model, nn.Module) else model)
         self.paths = self.gradients.paths
@@ -217,7 +211,8 @@ class GradientPurifier:
             largest = verdict.peak[path].exp().item()
             for view in self.gradients.of(path):
                 move_down(view.data, reading.quantiles[path], verdict.target[path] + TOLERANCE, self.strength)
-                view.data.clamp_(-largest, largest)
+                most = min(largest, torch.finfo(view.data.dtype).max)
+                view.data.clamp_(-most, most)
         norms, before = norms_of(self.gradients, self.flagged), reading.norms[self.flagged].exp()
         scale = (verdict.norm[self.flagged].exp() / norms).clamp_max(1.0)
         for path, factor in zip(self.flagged, scale.tolist(), strict=True):

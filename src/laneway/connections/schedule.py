@@ -20,8 +20,9 @@ with their site.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,10 +32,12 @@ from laneway.connections.arbitration import check_directions
 from laneway.connections.control import Maps, StreamControl, attach, require_sites
 from laneway.connections.curvature import WIDEST, TokenSample
 from laneway.connections.priorities import FORMS, check_floor, keep_total, metered, modulate, relative_priorities
-from laneway.core import InputError, choice, collect, positive_int
+from laneway.core import InputError, choice, collect, positive_int, real
 
 if TYPE_CHECKING:
     from laneway.connections.layer import HyperConnection
+
+PARTS = ("demand", "threshold", "decay")  # of a schedule: numbers from 0 to below 1
 
 
 @dataclass(frozen=True)
@@ -71,31 +74,35 @@ class Schedule:
     """Of projections, places of the sample, and keys."""
 
     def problems(self, streams: Collection[int], widths: Collection[int], prefix: str = "") -> list[InputError]:
-        """All that is wrong for sites of such streams and widths, one error a field; their names begin with ``prefix``."""
-        dims = min([self.features, *widths]) if self.damping else WIDEST + 1
+        """All that is wrong for sites of such streams and widths; names of fields begin with ``prefix``."""
         return collect(
             [
-                lambda: self._number(prefix, "temperature", self.temperature > 0, "a number > 0"),
+                lambda: self._real(prefix, "temperature", lambda given: given > 0, "a number > 0"),
                 lambda: check_floor(f"{prefix}floor", self.floor, max(streams, default=1)),
                 lambda: choice(f"{prefix}form", self.form, FORMS),
-                lambda: self._number(prefix, "demand", 0 <= self.demand < 1, "a number from 0 to below 1"),
-                lambda: self._number(prefix, "damping", self.damping >= 0, "a number ≥ 0"),
-                lambda: self._number(prefix, "threshold", 0 <= self.threshold < 1, "a number from 0 to below 1"),
-                lambda: self._number(prefix, "decay", 0 <= self.decay < 1, "a number from 0 to below 1"),
+                *(partial(self._real, prefix, name, _part, "a number from 0 to below 1") for name in PARTS),
+                lambda: self._real(prefix, "damping", lambda given: given >= 0, "a number ≥ 0"),
                 lambda: positive_int(f"{prefix}every", self.every),
                 lambda: positive_int(f"{prefix}seed", self.seed, 0),
-                lambda: self._number(prefix, "features", self.features <= WIDEST, f"at most {WIDEST}"),
-                lambda: positive_int(f"{prefix}features", self.features),
-                lambda: check_directions(f"{prefix}directions", self.directions, dims),
-                lambda: self._number(
-                    prefix, "sample", self.sample > self.directions, f"more than directions = {self.directions}"
-                ),
+                lambda: self._check_sizes(prefix, widths),
             ]
         )
 
-    def _number(self, prefix: str, name: str, fine: bool, accepted: str) -> None:
-        if not fine or not math.isfinite(getattr(self, name)):
-            raise InputError(prefix + name, getattr(self, name), accepted)
+    def _real(self, prefix: str, name: str, fine: Callable[[float], bool], accepted: str) -> float:
+        return real(f"{prefix}{name}", getattr(self, name), fine, accepted)
+
+    def _check_sizes(self, prefix: str, widths: Collection[int]) -> None:
+        if positive_int(f"{prefix}features", self.features) > WIDEST:
+            raise InputError(f"{prefix}features", self.features, f"an integer from 1 to {WIDEST}")
+        positive_int(f"{prefix}directions", self.directions)
+        if self.damping:
+            check_directions(f"{prefix}directions", self.directions, min([self.features, *widths]))
+        if positive_int(f"{prefix}sample", self.sample) <= self.directions:
+            raise InputError(f"{prefix}sample", self.sample, f"an integer above directions = {self.directions}")
+
+
+def _part(given: float) -> bool:
+    return 0 <= given < 1
 
 
 class SiteScheduler(StreamControl):
@@ -195,8 +202,10 @@ class FixedPriorities(StreamControl):
     def __init__(self, shares: Sequence[float], form: str = "scale") -> None:
         super().__init__()
         given = list(shares)
-        if not given or not all(0 < share < math.inf for share in given):
+        if not given:
             raise InputError("shares", given, "a number > 0 for each stream")
+        for share in given:
+            real("shares", share, lambda each: each > 0, "a number > 0 for each stream")
         self.form = choice("form", form, FORMS)
         shares_n = torch.tensor(given, dtype=torch.float64)
         self.register_buffer("priority", (shares_n / shares_n.mean()).float())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laneway.connections.gates import strength_in_range
-from laneway.core import InputError, positive_int
+from laneway.core import InputError, positive_int, real
 
 
 def linear_strength(start: float, final: float | None = None, steps: int | None = None) -> Callable[[int], float]:
@@ -69,10 +69,8 @@ class AutoSettings:
         if self.slow <= self.fast:
             raise InputError(f"{prefix}.slow", self.slow, f"more steps than fast = {self.fast}")
         for name in ("rise", "climb", "raise_at", "lower_at", "up", "down"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{prefix}.{name}", getattr(self, name), "a number > 0")
-        if not 1 < self.spike < math.inf:
-            raise InputError(f"{prefix}.spike", self.spike, "a number > 1")
+            real(f"{prefix}.{name}", getattr(self, name), lambda given: given > 0, "a number > 0")
+        real(f"{prefix}.spike", self.spike, lambda spike: spike > 1, "a number > 1")
         if self.lower_at >= self.raise_at:
             raise InputError(f"{prefix}.lower_at", self.lower_at, f"a number under raise_at = {self.raise_at}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from laneway.connections.curvature import WIDEST
 from laneway.connections.gates import strength_in_range
 from laneway.connections.purify import SCREENS
 from laneway.connections.schedule import Schedule
-from laneway.core import InputError, choice, collect, positive_int
+from laneway.core import InputError, choice, collect, positive_int, real
 from laneway.models.gpt import GPTConfig
 
 AUTO = "auto"
@@ -92,13 +91,18 @@ class ControlConfig:
         )
 
     def check_model(self, model: GPTConfig, prefix: str = "control") -> None:
-        """Raise InputError where the scheduler can't work on this model."""
-        if not self.scheduler:
-            return
-        if model.residual == "residual" or model.streams == 1:
-            raise InputError(f"{prefix}.scheduler", True, "false for one stream: model.residual with maps and model.streams ≥ 2")
-        for problem in self.schedule.problems((model.streams,), (model.dim,), f"{prefix}.scheduler_"):
-            raise problem
+        """Raise InputError where a control of streams can't work on this model."""
+        single = model.residual == "residual" or model.streams == 1
+        for name, off in (("curvature", 0), ("curvature_final", None), ("scheduler", False)):
+            if single and getattr(self, name) not in (off, 0):
+                accepted = f"{off} for one stream: model.residual with maps and model.streams ≥ 2"
+                raise InputError(f"{prefix}.{name}", getattr(self, name), accepted)
+        if self.constrains and (self.curvature_projection or 0) > model.dim:
+            accepted = f"an integer from 1 to {min(model.dim, WIDEST)}, the width of a stream or {WIDEST}"
+            raise InputError(f"{prefix}.curvature_projection", self.curvature_projection, accepted)
+        if self.scheduler:
+            for problem in self.schedule.problems((model.streams,), (model.dim,), f"{prefix}.scheduler_"):
+                raise problem
 
     def _check_strength(self, prefix: str) -> None:
         if self.curvature == AUTO:
@@ -113,16 +117,16 @@ class ControlConfig:
 
     def _check_sample(self, prefix: str) -> None:
         positive_int(f"{prefix}.curvature_neighbours", self.curvature_neighbours, 2)
-        more = self.curvature_neighbours + 1
-        positive_int(f"{prefix}.curvature_sample", self.curvature_sample, more)
+        name, given = f"{prefix}.curvature_sample", self.curvature_sample
+        if positive_int(name, given) <= self.curvature_neighbours:
+            raise InputError(name, given, f"an integer above curvature_neighbours = {self.curvature_neighbours}")
 
     def _check_projection(self, name: str) -> None:
         given = self.curvature_projection
-        if given is not None and not 1 <= positive_int(name, given) <= WIDEST:
+        if given is not None and positive_int(name, given) > WIDEST:
             raise InputError(name, given, f"an integer from 1 to {WIDEST}")
 
     def _check_guard(self, name: str) -> None:
-        if not (self.norm_guard == 0 or 1 < self.norm_guard < math.inf):
-            raise InputError(name, self.norm_guard, "a number > 1, or 0 for off")
+        real(name, self.norm_guard, lambda factor: factor == 0 or factor > 1, "a number > 1, or 0 for off")
         if self.norm_guard and self.purify_every:
             raise InputError(name, self.norm_guard, "0 beside purify_every: one of them corrects gradients")

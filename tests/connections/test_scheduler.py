@@ -127,6 +127,30 @@ def test_no_token_sees_a_later_one(form):
         assert not torch.allclose(before[:, at:], after[:, at:])
 
 
+def test_what_a_step_measures_acts_from_the_next_one_on():
+    """Statistics mix all tokens of a step, so none may reach a token of that step; and what they mix does act afterwards."""
+    tokens = batches(1)[0]
+    other = torch.cat([tokens[:, :6], (tokens[:, 6:] + 1) % 31], 1)
+    decisions = []
+    for batch in (tokens, other):
+        model = gpt()
+        control = decided(ConnectionScheduler(model, quick(every=1)))
+        control.on_step_begin(1)
+        held = [(site.demand.clone(), site.damping.clone()) for site in control.sites]
+        outputs = model(tokens[:, :-1])
+        assert torch.equal(model(other[:, :-1])[:, :6], outputs[:, :6])  # while it watches
+        loss_of(model, batch).backward()
+        control.on_backward_end(1)
+        assert all(
+            torch.equal(a, site.demand) and torch.equal(b, site.damping) for site, (a, b) in zip(control.sites, held, strict=True)
+        )
+        assert torch.equal(model(tokens[:, :-1]), outputs)
+        control.on_step_begin(2)
+        assert not torch.equal(model(tokens[:, :-1])[:, :6], outputs[:, :6])
+        decisions.append(torch.stack([site.demand for site in control.sites]))
+    assert not torch.equal(*decisions)
+
+
 @pytest.mark.parametrize("form", ["scale", "logits"])
 @pytest.mark.parametrize("manifold", ["sinkhorn", "birkhoff", "none"])
 @pytest.mark.parametrize("keep", [False, True])

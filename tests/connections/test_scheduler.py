@@ -287,6 +287,21 @@ def test_streams_that_are_used_more_come_first_and_copies_yield():
     torch.testing.assert_close(site.damping, torch.tensor([1 / (1 + 0.5 * 0.4 / 3), 1 / (1 + 0.5 * 1.6 / 3), 1.0, 1.0]))
 
 
+def test_likeness_begins_with_its_first_measurement_and_use_grows():
+    """So that streams that are alike yield from the first measurement on; a pair that wasn't compared stays as it was."""
+    control = ConnectionScheduler(gpt(), quick(decay=0.75, threshold=0.5, damping=1.0))
+    pairs, use = torch.ones(4, 4, 4), torch.tensor([4.0, 1, 2, 1]).expand(4, 2, 4)
+    pairs[:, 0, 3] = pairs[:, 3, 0] = 0
+    for value, want in ((0.9, 0.9), (0.7, 0.75 * 0.9 + 0.25 * 0.7)):
+        parts = value * pairs, pairs, use, torch.zeros(4, 2, 5)
+        control.apply_statistics({NAME: torch.cat([part.reshape(-1) for part in parts])})
+        for site in control.sites:
+            torch.testing.assert_close(site.similarity, want * pairs[0])
+            assert (site.damping < 1).all()
+    grown = (1 - 0.75**2) * use[0].div(2).log()
+    torch.testing.assert_close(control.sites[0].demand, grown)
+
+
 def test_ranks_that_add_their_sums_agree_on_what_all_tokens_say():
     models = [gpt(), gpt()]
     controls, whole = [ConnectionScheduler(model, QUICK) for model in models], gpt()

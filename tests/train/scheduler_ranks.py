@@ -17,7 +17,7 @@ from laneway.train import loop
 from laneway.train.config import TrainConfig
 from laneway.train.settings import merge, read_toml
 
-STEPS, STOP = 8, 6
+STEPS, SAVED, STOP = 6, 3, 5
 DECIDED = ("demand", "similarity", "damping")
 
 
@@ -48,8 +48,9 @@ class Decisions:
 def run(folder: Path, kind: str, name: str, damping: float = 0.5, stop: int = 0, resume: bool = False) -> dict[str, Any]:
     """One run of ``STEPS`` steps whose micro-batches are single sequences; its losses, priorities and decisions."""
     control = {"scheduler": True, "scheduler_every": 2, "scheduler_damping": damping, "scheduler_temperature": 0.5}
-    fields = {"parallel": kind, "control": control, "steps": STEPS, "checkpoint_every": 4, "micro_batch_size": 1}
-    config, problems = merge(TrainConfig(), read_toml(folder / "c.toml") | fields)
+    fields = {"parallel": kind, "control": control, "steps": STEPS, "checkpoint_every": SAVED, "micro_batch_size": 1}
+    given = read_toml(folder / "c.toml")
+    config, problems = merge(TrainConfig(), given | fields | {"model": given["model"] | {"layers": 1}})
     assert not problems
     decisions, build = Decisions(stop), loop.build
 

@@ -96,7 +96,7 @@ def test_a_scheduler_decides_alike_on_all_ranks_and_in_shards(ranks):
     assert [row[0] for row in fsdp["rows"]] == pytest.approx([row[0] for row in ddp["rows"]], rel=1e-4)
     for name in scheduler_ranks.DECIDED:
         torch.testing.assert_close(*(torch.tensor(found["last"][name]) for found in (fsdp, ddp)), rtol=1e-2, atol=1e-3)
-    assert torch.tensor(ddp["last"]["similarity"]).max() > 0
+    assert torch.tensor(ddp["last"]["damping"]).min() < 0.9
 
 
 def test_ranks_and_micro_batches_schedule_as_one_process(ranks, folder, one_thread):
@@ -109,9 +109,9 @@ def test_ranks_and_micro_batches_schedule_as_one_process(ranks, folder, one_thre
 
 
 def test_a_scheduler_in_shards_resumes_bit_for_bit(ranks):
-    """The checkpoint of the fourth step holds a measurement that is followed in the fifth."""
+    """The checkpoint holds a measurement that is followed in the next step."""
     found = ranks[0]["scheduler"]
     assert found["parts"]["hashes"] == found["fsdp"]["hashes"][: scheduler_ranks.STOP - 1]
-    assert found["resumed"]["hashes"] == found["fsdp"]["hashes"][4:]
+    assert found["resumed"]["hashes"] == found["fsdp"]["hashes"][scheduler_ranks.SAVED :]
     assert found["resumed"]["rows"] == found["fsdp"]["rows"]
     assert found["resumed"]["last"] == found["fsdp"]["last"]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from laneway.cli import main
 from laneway.cli.validate import summarise
+from laneway.connections.scheduler import ConnectionScheduler
 from laneway.models.gpt import GPT
 from laneway.recipes import RECIPES
+from laneway.train.control_config import ControlConfig
+from laneway.train.controls import with_control
 from laneway.train.settings import to_toml
 
 BAD = """
@@ -137,3 +141,10 @@ def test_help(capsys):
     assert leave.value.code == 0
     shown = capsys.readouterr().out
     assert all(flag in shown for flag in ("RECIPE", "--config", "--ranks", "--json"))
+
+
+def test_the_parameters_of_a_scheduler_count():
+    config = replace(RECIPES["tiny"](), control=ControlConfig(scheduler=True))
+    model = with_control(GPT(config.model), config.control)
+    assert summarise(config)["parameters"] == sum(p.numel() for p in model.parameters())
+    assert summarise(config)["parameters"] == summarise(RECIPES["tiny"]())["parameters"] + ConnectionScheduler(model).parameters

@@ -127,6 +127,30 @@ def test_no_token_sees_a_later_one(form):
         assert not torch.allclose(before[:, at:], after[:, at:])
 
 
+def test_what_a_step_measures_acts_from_the_next_one_on():
+    """Statistics mix all tokens of a step, so none may reach a token of that step; and what they mix does act afterwards."""
+    tokens = batches(1)[0]
+    other = torch.cat([tokens[:, :6], (tokens[:, 6:] + 1) % 31], 1)
+    decisions = []
+    for batch in (tokens, other):
+        model = gpt()
+        control = decided(ConnectionScheduler(model, quick(every=1)))
+        control.on_step_begin(1)
+        held = [(site.demand.clone(), site.damping.clone()) for site in control.sites]
+        outputs = model(tokens[:, :-1])
+        assert torch.equal(model(other[:, :-1])[:, :6], outputs[:, :6])  # while it watches
+        loss_of(model, batch).backward()
+        control.on_backward_end(1)
+        assert all(
+            torch.equal(a, site.demand) and torch.equal(b, site.damping) for site, (a, b) in zip(control.sites, held, strict=True)
+        )
+        assert torch.equal(model(tokens[:, :-1]), outputs)
+        control.on_step_begin(2)
+        assert not torch.equal(model(tokens[:, :-1])[:, :6], outputs[:, :6])
+        decisions.append(torch.stack([site.demand for site in control.sites]))
+    assert not torch.equal(*decisions)
+
+
 @pytest.mark.parametrize("form", ["scale", "logits"])
 @pytest.mark.parametrize("manifold", ["sinkhorn", "birkhoff", "none"])
 @pytest.mark.parametrize("keep", [False, True])
@@ -261,6 +285,21 @@ def test_streams_that_are_used_more_come_first_and_copies_yield():
     assert (write[:, 3] > write[:, 1]).all()
     # The pair collides fully; stream 1 is used a quarter as much, so it yields four times as much.
     torch.testing.assert_close(site.damping, torch.tensor([1 / (1 + 0.5 * 0.4 / 3), 1 / (1 + 0.5 * 1.6 / 3), 1.0, 1.0]))
+
+
+def test_likeness_begins_with_its_first_measurement_and_use_grows():
+    """So that streams that are alike yield from the first measurement on; a pair that wasn't compared stays as it was."""
+    control = ConnectionScheduler(gpt(), quick(decay=0.75, threshold=0.5, damping=1.0))
+    pairs, use = torch.ones(4, 4, 4), torch.tensor([4.0, 1, 2, 1]).expand(4, 2, 4)
+    pairs[:, 0, 3] = pairs[:, 3, 0] = 0
+    for value, want in ((0.9, 0.9), (0.7, 0.75 * 0.9 + 0.25 * 0.7)):
+        parts = value * pairs, pairs, use, torch.zeros(4, 2, 5)
+        control.apply_statistics({NAME: torch.cat([part.reshape(-1) for part in parts])})
+        for site in control.sites:
+            torch.testing.assert_close(site.similarity, want * pairs[0])
+            assert (site.damping < 1).all()
+    grown = (1 - 0.75**2) * use[0].div(2).log()
+    torch.testing.assert_close(control.sites[0].demand, grown)
 
 
 def test_ranks_that_add_their_sums_agree_on_what_all_tokens_say():

@@ -16,6 +16,7 @@ import torch
 import torch._dynamo  # DDP does: once, before the processes part
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from scheduler_ranks import all_runs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -141,6 +142,7 @@ def rank_main(rank: int, name: str) -> None:
         "ddp now": run(folder, "ddp", "b", control),
         "fsdp off": run(folder, "fsdp", "c", {}),
         "fsdp late": run(folder, "fsdp", "d", control | {"purify_screen": "late"}),
+        "scheduler": all_runs(folder),
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(found), "utf-8")
     dist.destroy_process_group()

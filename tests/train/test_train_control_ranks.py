@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scheduler_ranks
+import torch
 
 from laneway.train.settings import to_toml
 
@@ -19,7 +21,7 @@ FAULT = [step in range(9, 12) for step in range(1, 13)]
 
 
 @pytest.fixture(scope="module")
-def ranks(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def folder(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from laneway.data.text import TextDataConfig
     from laneway.models.gpt import GPTConfig
     from laneway.train.config import TrainConfig
@@ -38,6 +40,11 @@ def ranks(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dic
         sample_tokens=0,
     )
     (folder / "c.toml").write_text(to_toml(dataclasses.replace(config)), "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
     command = [sys.executable, str(Path(__file__).with_name("control_ranks.py")), str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
@@ -79,3 +86,32 @@ def test_a_late_screen_of_shards_costs_none_between_checks(ranks):
     extra = [b - a for a, b in zip(off["counts"], late["counts"], strict=True)]
     for step in range(1, 8):  # before the fault
         assert extra[step] == (2 if (step + 1) % 2 == 0 else 0)
+
+
+def test_a_scheduler_decides_alike_on_all_ranks_and_in_shards(ranks):
+    """That ranks decide alike of different tokens is ``test_ranks_find_the_same``: their hashes of every step are in it."""
+    ddp, fsdp = (ranks[0]["scheduler"][kind] for kind in ("ddp", "fsdp"))
+    assert len(set(ddp["hashes"])) == 4  # what holds at first, and three measurements that are followed
+    assert len(ddp["hashes"]) == len(fsdp["hashes"]) == scheduler_ranks.STEPS
+    assert [row[0] for row in fsdp["rows"]] == pytest.approx([row[0] for row in ddp["rows"]], rel=1e-4)
+    for name in scheduler_ranks.DECIDED:
+        torch.testing.assert_close(*(torch.tensor(found["last"][name]) for found in (fsdp, ddp)), rtol=1e-2, atol=1e-3)
+    assert torch.tensor(ddp["last"]["damping"]).min() < 0.9
+
+
+def test_ranks_and_micro_batches_schedule_as_one_process(ranks, folder, one_thread):
+    """Without damping, whose sample is each rank's own: losses, norms and shares of use are those of all tokens."""
+    alone, together = scheduler_ranks.run(folder, "none", "alone", damping=0.0), ranks[0]["scheduler"]["undamped"]
+    for place in (0, 1):
+        assert [row[place] for row in together["rows"]] == pytest.approx([row[place] for row in alone["rows"]], rel=1e-4)
+    assert torch.tensor(alone["last"]["demand"]).abs().max() > 0.01
+    torch.testing.assert_close(*(torch.tensor(found["last"]["demand"]) for found in (together, alone)), rtol=1e-3, atol=1e-4)
+
+
+def test_a_scheduler_in_shards_resumes_bit_for_bit(ranks):
+    """The checkpoint holds a measurement that is followed in the next step."""
+    found = ranks[0]["scheduler"]
+    assert found["parts"]["hashes"] == found["fsdp"]["hashes"][: scheduler_ranks.STOP - 1]
+    assert found["resumed"]["hashes"] == found["fsdp"]["hashes"][scheduler_ranks.SAVED :]
+    assert found["resumed"]["rows"] == found["fsdp"]["rows"]
+    assert found["resumed"]["last"] == found["fsdp"]["last"]

@@ -17,6 +17,7 @@ from laneway.core import InputError, choice, positive_int
 from laneway.models.gpt import GPT
 from laneway.recipes import DEFAULT, RECIPES
 from laneway.train.config import TrainConfig
+from laneway.train.controls import with_control
 from laneway.train.settings import merge, read_toml
 
 BYTES_PER_PARAMETER = 16  # fp32 parameter, gradient and AdamW's two moments
@@ -59,7 +60,7 @@ def run(args: Sequence[str]) -> int:
 def summarise(config: TrainConfig) -> dict[str, int]:
     """Size of a run: parameters, tokens it trains on, bytes of its states (activations come on top)."""
     with torch.device("meta"):
-        model = GPT(config.model)
+        model = with_control(GPT(config.model), config.control)
     parameters = sum(p.numel() for p in model.parameters())
     tokens_per_step = config.batch_size * config.model.context
     return {

@@ -5,8 +5,9 @@
 
 Every ``every`` steps each site notes a sample of its streams' tokens, its mean priorities, and Σ |gradient × map| over all
 tokens. Ranks add these sums in the collective that the loop runs anyway, and when the next step begins all set the same demand,
-similarity and damping, which stay until the next measurement. Averages begin at zero, so that decisions grow into a run and none
-is made on one batch. On CUDA the host waits once a measurement, for the principal directions.
+similarity and damping, which stay until the next measurement. The average of demand begins at zero and grows into a run. That
+of similarity begins with its first measurement: from zero it would lie under any threshold for long, whatever is measured. On
+CUDA the host waits once a measurement, for the principal directions.
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ class ConnectionScheduler(LateSums):
         total, pairs, use, seen = sums.split([m * n * n, m * n * n, m * 2 * n, m * 2 * (n + 1)])
         total, pairs, use = total.view(m, n, n), pairs.view(m, n, n), use.view(m, 2, n)
         newest = total / pairs.clamp(min=1)
-        similarity = _average(sites, "similarity", newest, pairs > 0, schedule.decay)
+        before = torch.stack([site.similarity for site in sites])
+        decay = torch.where(before > 0, schedule.decay, 0)  # likeness begins with what was first measured
+        similarity = _average(sites, "similarity", newest, pairs > 0, decay)
         demand = _average(sites, "demand", *log_shares(use), schedule.decay)
         damping = damping_gate(similarity, demand[:, 1], schedule.threshold, schedule.damping)
         for site, found in zip(sites, damping, strict=True):
@@ -146,7 +149,7 @@ class ConnectionScheduler(LateSums):
         return write, read, (newest * apart).sum(-1) / max(n - 1, 1), damping
 
 
-def _average(sites: list[SiteScheduler], name: str, newest: Tensor, there: Tensor, decay: float) -> Tensor:
+def _average(sites: list[SiteScheduler], name: str, newest: Tensor, there: Tensor, decay: float | Tensor) -> Tensor:
     """Move each site's buffer ``name`` towards what was measured, where there is something; returns all [sites, …]."""
     before = torch.stack([getattr(site, name) for site in sites])
     after = torch.where(there, decay * before + (1 - decay) * newest, before)

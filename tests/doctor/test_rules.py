@@ -313,7 +313,11 @@ def test_findings_as_json():
     inexact(run)
     told = examine_run(run.facts)[0].as_json()
     assert set(told) == {"rule", "finding", "evidence", "knobs", "threshold"}
-    assert told["knobs"][0] == {"name": "model.logit_cap", "advice": "8, 0 is uncapped (now 8): smaller logits converge faster"}
+    assert told["knobs"][0] == {
+        "name": "model.logit_cap",
+        "advice": "4 (now 8): smaller logits converge faster",
+        "flag": "--model.logit-cap 4",
+    }
 
 
 def test_series_noise_and_blocks():

@@ -18,6 +18,7 @@ from laneway.cli._parse import parse
 from laneway.cluster.recover import LostContactError, leave
 from laneway.core import InputError, LanewayError, choice
 from laneway.memory.config import from_environment
+from laneway.memory.oom import out_of_memory
 from laneway.recipes import DEFAULT, RECIPES
 from laneway.rundir import RunDirectory
 from laneway.train.config import TrainConfig
@@ -75,6 +76,12 @@ def run(args: Sequence[str]) -> int:
         if first_rank:
             raise
         return error.exit_code  # every rank has the same error: one of them says it
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        run_of = request.out or newest_run(request.folder)
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise LanewayError(f"out of memory: {reason}; what to turn: laneway doctor {run_of}") from error
     if first_rank:
         print(json.dumps(as_json(result)) if request.json else last_lines(result))
     return 0

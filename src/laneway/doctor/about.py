@@ -34,7 +34,8 @@ def _state(path: Path, facts: RunFacts, now: float) -> str:
         case "finish":
             return f"finished at step {step}"
         case "stop":
-            return f"stopped after step {step}: {_line(last.get('reason'))}"
+            reason = _line(last.get("reason"))
+            return reason if reason.startswith("stopped at") else f"stopped after step {step}: {reason}"
         case "lost":
             return f"ranks {last.get('ranks')} were lost after step {step}: {_line(last.get('reason'))}"
         case "signal":

@@ -18,7 +18,8 @@ class Knob:
     @property
     def flag(self) -> str:
         """The knob at ``value`` as an argument of ``laneway train``; empty without one."""
-        return f"--{self.name.replace('_', '-')} {self.value}" if self.value else ""
+        argument = f"--{self.name.replace('_', '-')}"
+        return argument if self.value == "true" else f"{argument} {self.value}" if self.value else ""
 
     @property
     def words(self) -> str:

@@ -1,4 +1,4 @@
-"""The rule over what corrects gradients: purification and the guard of norms."""
+"""The rule over what corrects gradients: purification."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from laneway.doctor.finding import Knob, Symptom
 from laneway.rundir import number
 
 OUTLIER = (
-    "a path whose gradient was corrected 10 or more times in a row or in all, or was not finite: outliers of single batches are "
-    "what purification is for, one that stays has a cause that it only hides"
+    "a path that purification corrected in 10 or more checks in a row, or whose gradient was not finite: outliers of single "
+    "batches are what it is for, one that stays has a cause that it only hides"
 )
 STAYS = 10
 
@@ -16,16 +16,17 @@ STAYS = 10
 def path_outlier(facts: RunFacts) -> Symptom | None:
     """The gradients of a path are wrong again and again."""
     told = [event for event in facts.events if event.get("kind") == "purify"]
-    often: dict[str, int] = {}
+    in_a_row: dict[str, int] = {}
     for event in told:
-        path, in_a_row = str(event.get("path")), number(event.get("in_a_row"))
-        often[path] = max(often.get(path, 0) + 1, int(in_a_row) if in_a_row > 0 else 0)
+        count = number(event.get("in_a_row"))  # the guard of norms tells of every step alone: its events have none
+        if count > 0:
+            in_a_row[str(event.get("path"))] = max(in_a_row.get(str(event.get("path")), 0), int(count))
     broken = sorted({str(event.get("path")) for event in told if "correction" in event and event["correction"] is None})
-    worst = max(often, key=lambda path: often[path], default="")
+    worst = max(in_a_row, key=lambda path: in_a_row[path], default="")
     evidence = []
-    if often.get(worst, 0) >= STAYS:
+    if in_a_row.get(worst, 0) >= STAYS:
         first = next(event.get("step", "?") for event in told if str(event.get("path")) == worst)
-        evidence.append(f"{worst} was corrected {often[worst]} times or more, first at step {first}")
+        evidence.append(f"{worst} was corrected in {in_a_row[worst]} checks in a row or more, first at step {first}")
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         evidence.append(f"the gradient of {broken[0]}{more} was not finite")

@@ -38,7 +38,7 @@ GIB = 2.0**30
 def _memory_knobs(facts: RunFacts) -> tuple[Knob, ...]:
     knobs = [_micro_batch(facts)]
     if facts.setting("activation_checkpointing") is not True:
-        text = "true: keep the input of each block only and compute the rest again"
+        text = "on: keep the input of each block only and compute the rest again"
         knobs.append(Knob("activation_checkpointing", text, "true"))
     if facts.setting("memory.budget", "") == "":
         knobs.append(Knob("memory.budget", "auto: what does not fit is moved out, and back in time", "auto"))

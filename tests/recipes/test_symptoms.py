@@ -105,6 +105,42 @@ def test_memory_overflow_on_the_command_line(text_file, tmp_path):
     assert examine_run(RunFacts.read(tmp_path / "well")) == []
 
 
+RANK = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from laneway.data.text import TextDataConfig
+from laneway.recipes import RECIPES
+from laneway.train.loop import train
+import os
+
+def ask(step, batch):
+    if step == 2 and os.environ["RANK"] == "1":
+        torch.empty(1 << 55)
+    return batch
+
+torch.set_num_threads(1)
+data = TextDataConfig(path=sys.argv[1], cache=str(Path(sys.argv[1]).parent / "cache"))
+config = replace(RECIPES["slow-convergence"](), data=data, steps=4, probe_every=0, device="cpu")
+train(config, out=sys.argv[2], console=None, on_batch=ask)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_that_is_not_the_first_tells_that_its_memory_ran_out(text_file, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK, "utf-8")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([*words, str(text_file), str(tmp_path / "run")], capture_output=True, timeout=300, check=False)
+    assert done.returncode != 0
+    (finding,) = examine_run(RunFacts.read(tmp_path / "run"))
+    assert finding.rule == "memory-overflow"
+    assert "the first at step 2 on rank 1 for " in finding.evidence
+    assert {knob.name: knob.flag for knob in finding.knobs}["micro_batch_size"] == "--micro-batch-size 1"
+
+
 def test_every_cure_is_of_a_recipe_and_says_a_doctor_s_rule():
     for name in CURES:
         assert name in RECIPES

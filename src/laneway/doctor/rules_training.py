@@ -21,9 +21,9 @@ NONFINITE = "any non-finite loss or gradient after the first part: each is a ste
 
 SLOW = (
     "from scratch: after 100 steps and twice the warm-up still above 0.72 · ln(vocabulary), where not even the tokens' "
-    "frequencies are learnt (they alone give 0.6 for bytes, 0.7 for subwords); or half-way through, the loss had done 20 points "
-    "less of its fall than a power law through both ends of the fall: a healthy curve falls early and flattens, one that falls "
-    "evenly is driven too weakly"
+    "frequencies are learnt (they alone give about 0.6 for bytes and up to 0.7 for subwords); or half-way through, the loss had "
+    "done 20 points less of its fall than a power law through both ends of the fall: a healthy curve falls early and flattens, "
+    "one that falls evenly is driven too weakly"
 )
 UNLEARNT, BEND, LONG_WARMUP = 0.72, 0.2, 0.2
 

@@ -60,14 +60,7 @@ def run(args: Sequence[str]) -> int:
     first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
         request = read_request(args)
-        result = train(
-            request.settings,
-            out=request.folder,
-            resume=None if request.resume_or_start else request.resume,
-            spare=request.out is None,
-            console="stderr" if request.json else "stdout",
-            plan=planned(request),
-        )
+        result = _train(request)
     except LostContactError as error:
         if error.speaks:
             print(f"laneway train: {error}", file=sys.stderr)
@@ -76,15 +69,30 @@ def run(args: Sequence[str]) -> int:
         if first_rank:
             raise
         return error.exit_code  # every rank has the same error: one of them says it
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        run_of = request.out or newest_run(request.folder)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LanewayError(f"out of memory: {reason}; what to turn: laneway doctor {run_of}") from error
     if first_rank:
         print(json.dumps(as_json(result)) if request.json else last_lines(result))
     return 0
+
+
+def _train(request: Request) -> TrainResult:
+    """Train as asked. Raises LanewayError where memory ran out, which says where doctor is to look."""
+    try:
+        return train(
+            request.settings,
+            out=request.folder,
+            resume=None if request.resume_or_start else request.resume,
+            spare=request.out is None,
+            console="stderr" if request.json else "stdout",
+            plan=planned(request),
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = f"out of memory: {reason}; what to turn: laneway doctor {request.out or newest_run(request.folder)}"
+        if (rank := os.environ.get("RANK", "0")) != "0":
+            print(f"laneway train: rank {rank}: {text}", file=sys.stderr)  # the others do not have this error
+        raise LanewayError(text) from error
 
 
 def read_request(args: Sequence[str]) -> Request:

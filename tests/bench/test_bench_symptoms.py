@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def small(name: str) -> TrainConfig:
     config = RECIPES[name]()
-    model = replace(config.model, layers=1, heads=1, dim=8, context=16, residual="residual", streams=1)
+    model = replace(config.model, layers=1, heads=1, dim=16, context=16, residual="residual", streams=1)
     return replace(config, model=model, steps=60, batch_size=2, probe_every=0, validation_batches=1)
 
 

@@ -259,16 +259,21 @@ def source(results: Path, name: str, **where: Any) -> str:
 
 
 def rules(_results: Path, kind: str) -> str:
-    """A table of doctor's rules over a ``run`` or the ``machine``: name and limit, with its reason."""
+    """A table of doctor's rules over a ``run`` (with what it looks at, and its knobs) or the ``machine``: name, limit, reason."""
     from laneway.doctor import advice
     from laneway.doctor import rules as run_rules
 
     kinds = {"run": run_rules.RULES, "machine": advice.MACHINE_RULES}
     if kind not in kinds:
         raise MeasuredError(f"accepted: {', '.join(kinds)}")
-    return "\n".join(
-        ["| rule | fires at |", "| --- | --- |", *(f"| `{rule.name}` | {_escaped(rule.threshold)} |" for rule in kinds[kind])]
-    )
+    if kind == "machine":
+        lines = [[f"`{rule.name}`", _escaped(rule.threshold)] for rule in advice.MACHINE_RULES]
+        return _markdown(["rule", "fires at"], [False] * 2, lines)
+    lines = []
+    for rule in run_rules.RULES:
+        knobs = ", ".join(f"`{name}`" for name in rule.knobs)
+        lines.append([f"`{rule.name}`", rule.looks_at, _escaped(rule.threshold), knobs])
+    return _markdown(["rule", "looks at", "fires at", "knobs"], [False] * 4, lines)
 
 
 def settings(_results: Path, part: str) -> str:
@@ -303,7 +308,7 @@ def _field_texts(kind: type) -> dict[str, str]:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("H_", "H\\_")
+    return text.replace("H_", "H\\_")
 
 
 _DIRECTIVES: dict[str, Callable[..., str]] = {

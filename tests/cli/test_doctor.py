@@ -25,7 +25,7 @@ def test_a_healthy_run_says_so(tmp_path, capsys):
     assert main(["doctor", str(make(tmp_path / "run"))]) == 0
     out = capsys.readouterr().out
     assert "rows: 300, up to step 300\n" in out
-    assert out.endswith("healthy: none of 15 rules found anything\n")
+    assert out.endswith("healthy: none of 16 rules found anything\n")
 
 
 def test_findings_are_no_failure(tmp_path, capsys):
@@ -36,7 +36,7 @@ def test_findings_are_no_failure(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "finding: nonfinite-steps: 1 steps were not finite and were skipped\n" in out
     assert "finding: composite-gain: the streams are amplified: composite gain 812\n" in out
-    assert "  knob: optimizer.lr: lower (now 0.003)\n" in out
+    assert "  knob: optimizer.lr: lower (now 0.003): --optimizer.lr 0.0015\n" in out
     assert "healthy" not in out
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from synthetic import Run, config, healthy
 
-from laneway.doctor import examine_run
+from laneway.doctor import RULES, RunFacts, examine_run, measures
 from laneway.doctor.facts import Series
 
 
@@ -125,6 +125,18 @@ def slows_down(run: Run) -> None:
         run.rows[index]["tokens_per_s"] *= 0.5
 
 
+def path_corrected_for_ever(run: Run) -> None:
+    events = [(300, 1), (309, 10), (399, 100)]
+    run.events += [
+        {"kind": "purify", "step": step, "path": "blocks.3.mlp", "score": 9.0, "correction": 0.1, "in_a_row": count}
+        for step, count in events
+    ]
+
+
+def path_not_finite(run: Run) -> None:
+    run.events.append({"kind": "purify", "step": 300, "path": "blocks.2", "score": None, "correction": None, "in_a_row": 1})
+
+
 SYMPTOMS = [
     (loss_above_start, "unstable-start", ["loss", "from 5."]),
     (early_spikes, "unstable-start", ["4 loss rows", "above the running median"]),
@@ -142,6 +154,8 @@ SYMPTOMS = [
     (gains, "composite-gain", ["forward gain 601 at step 600, largest at site 7 of 8"]),
     (backward_gains, "composite-gain", ["backward gain 11 at step 200"]),
     (inexact, "sinkhorn-error", ["0.4 at step 200"]),
+    (path_corrected_for_ever, "path-outlier", ["blocks.3.mlp was corrected in 100 checks in a row", "first at step 300"]),
+    (path_not_finite, "path-outlier", ["the gradient of blocks.2 was not finite"]),
     (nearly_full, "memory-overflow", ["(93 %)"]),
     (device_nearly_full, "memory-overflow", ["(97 %)"]),
     (out_of_memory, "memory-overflow", ["1 out-of-memory events, the first at step 300"]),
@@ -231,6 +245,16 @@ def test_the_start_may_be_collapsed():
     assert examine_run(run.facts) == []
 
 
+def test_single_corrections_are_what_purification_is_for():
+    run = healthy(0, spikes=0.0)
+    run.events += [
+        {"kind": "purify", "step": step, "path": f"blocks.{step % 4}", "score": 9.0, "correction": 0.1, "in_a_row": 1}
+        for step in range(100, 130)
+    ]
+    run.events += [{"kind": "purify", "step": s, "path": "blocks.1", "score": 9.0, "correction": 0.1} for s in range(100, 150)]
+    assert examine_run(run.facts) == []
+
+
 def test_generated_text_is_no_evidence():
     run = healthy(0, spikes=0.0)
     run.events.append({"kind": "sample", "step": 300, "prompt": "oom", "text": "CUDA out of memory"})
@@ -303,9 +327,99 @@ def test_every_knob_is_a_field_of_the_training_configuration():
         for residual in ("mhc", "hc"):
             run = healthy(0, residual=residual, spikes=0.0)
             symptom(run)
-            named |= {knob.name for finding in examine_run(run.facts) for knob in finding.knobs}
+            for finding in examine_run(run.facts):
+                named |= {knob.name for knob in finding.knobs}
+                rule = next(rule for rule in RULES if rule.name == finding.rule)
+                assert {knob.name for knob in finding.knobs} <= set(rule.knobs)
     assert len(named) > 15
-    assert named <= fields
+    assert named <= {name for rule in RULES for name in rule.knobs} <= fields
+
+
+def test_every_flag_is_one_of_train_and_sets_its_field():
+    from laneway.cli.train import read_request
+    from laneway.train.settings import flatten
+
+    flags = {}
+    for symptom, _, _ in SYMPTOMS:
+        run = healthy(0, spikes=0.0)
+        symptom(run)
+        run.config |= {"batch_size": 8, "activation_checkpointing": False}
+        flags |= {knob.name: knob for finding in examine_run(run.facts) for knob in finding.knobs if knob.flag}
+    assert len(flags) > 10
+    read = flatten(read_request(["tiny", *(word for knob in flags.values() for word in knob.flag.split())]).settings)
+    for name, knob in flags.items():
+        assert str(read[name]).lower() == knob.value or float(read[name]) == float(knob.value)
+        assert knob.words.endswith(f": {knob.flag}")
+
+
+def test_a_wild_start_wants_a_tenth_and_a_spiky_one_a_little_less():
+    run = healthy(0, spikes=0.0)
+    run.column("loss", [5.5 + 1.5 * min(1, i / 60) - 4 * max(0, i - 100) / 500 for i in range(600)])
+    (finding,) = examine_run(run.facts)
+    assert finding.evidence.startswith("loss 7.00 around step")
+    knobs = {knob.name: knob for knob in finding.knobs}
+    assert knobs["optimizer.lr"].flag == "--optimizer.lr 0.0003"
+    assert "optimizer.clip_norm" not in knobs, "clipping does not help a loss that climbs evenly"
+    run.config["optimizer"]["warmup"] = 0.0
+    knobs = {knob.name: knob for knob in examine_run(run.facts)[0].knobs}
+    assert knobs["optimizer.warmup"].flag == "--optimizer.warmup 0.1", "twice nothing is nothing"
+    run = healthy(0, spikes=0.0)
+    early_spikes(run)
+    knobs = {knob.name: knob for knob in examine_run(run.facts)[0].knobs}
+    assert knobs["optimizer.lr"].flag == "--optimizer.lr 0.0024"
+    assert knobs["optimizer.clip_norm"].flag == "--optimizer.clip-norm 0.5"
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "flag"),
+    [
+        ({"batch_size": 64}, 1, "--micro-batch-size 32"),
+        ({"batch_size": 64}, 4, "--micro-batch-size 8"),
+        ({"batch_size": 12, "micro_batch_size": 6}, 1, "--micro-batch-size 3"),
+        ({"batch_size": 15, "micro_batch_size": 5}, 1, "--micro-batch-size 1"),
+        ({"batch_size": 8, "micro_batch_size": 1}, 1, None),
+    ],
+)
+def test_half_a_micro_batch_divides_the_share_of_a_rank(fields, ranks, flag):
+    run = healthy(0, spikes=0.0)
+    out_of_memory(run)
+    run.config |= fields
+    run.env["world_size"] = ranks
+    flags = [knob.flag for knob in examine_run(run.facts)[0].knobs if knob.name == "micro_batch_size"]
+    assert flags == ([] if flag is None else [flag])
+
+
+def test_the_peak_of_another_rank_counts():
+    run = healthy(0, spikes=0.0)
+    run.env["device"] = {"type": "cuda", "bytes": 10 << 30}
+    facts = RunFacts(
+        run.config, run.env, run.rows, run.events, {1: run.rows, 3: [{"step": 9, "peak_bytes": 95 * (10 << 30) // 100}]}
+    )
+    (finding,) = examine_run(facts)
+    assert finding.rule == "memory-overflow"
+    assert finding.evidence == "peak 9.50 GiB of 10.00 GiB (95 %) on rank 3"
+
+
+def test_a_short_slow_stretch_at_the_end_is_the_machine_s():
+    run = healthy(0, spikes=0.0)
+    slows_down(run)
+    run.column("time", [1e9 + 0.1 * index for index in range(600)])
+    assert examine_run(run.facts) == []
+    run.column("time", [1e9 + 1.0 * index for index in range(600)])
+    assert [finding.rule for finding in examine_run(run.facts)] == ["throughput-drop"]
+
+
+def test_measures_are_told_of_healthy_runs_too():
+    run = healthy(0, spikes=0.0)
+    run.env["memory_bytes"] = int(max(row["peak_bytes"] for row in run.rows) / 0.5)
+    found = measures(run.facts)
+    assert set(found) == {"unstable-start", "slow-convergence", "memory-overflow"}
+    assert all(measure.value < measure.limit for measure in found.values())
+    assert found["memory-overflow"].value == pytest.approx(0.5, rel=1e-6)
+    loss_above_start(run)
+    rise = measures(run.facts)["unstable-start"]
+    assert rise.value > rise.limit
+    assert measures(Run({}, [], env={}).facts) == {}
 
 
 def test_findings_as_json():
@@ -313,7 +427,11 @@ def test_findings_as_json():
     inexact(run)
     told = examine_run(run.facts)[0].as_json()
     assert set(told) == {"rule", "finding", "evidence", "knobs", "threshold"}
-    assert told["knobs"][0] == {"name": "model.logit_cap", "advice": "8, 0 is uncapped (now 8): smaller logits converge faster"}
+    assert told["knobs"][0] == {
+        "name": "model.logit_cap",
+        "advice": "4 (now 8): smaller logits converge faster",
+        "flag": "--model.logit-cap 4",
+    }
 
 
 def test_series_noise_and_blocks():

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from laneway.doctor import RunFacts, examine_run
-from laneway.recipes import CURES, RECIPES
+from laneway.bench.symptoms import SymptomOptions, run
+from laneway.cli import main
+from laneway.data.text import TextDataConfig
+from laneway.doctor import RULES, RunFacts, examine_run
+from laneway.recipes import CURES, LIMITS, RECIPES
 from laneway.train.config import TrainConfig
 from laneway.train.loop import train
 from laneway.train.settings import merge
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# What a shared machine can't help: these say something of its load, not of the recipe.
-OF_THE_MACHINE = {"throughput-drop", "memory-growth", "memory-overflow"}
 
 
 def nested(fields: dict) -> dict:
@@ -34,69 +37,114 @@ def cured(name: str) -> TrainConfig:
     return config
 
 
-def findings(config: TrainConfig, text_file: Path, out: Path, seed: int) -> list:
-    data = replace(config.data, path=str(text_file), cache=str(text_file.parent / "cache"))
-    train(replace(config, data=data, seed=seed), out=out, console=None)
-    return [finding for finding in examine_run(RunFacts.read(out)) if finding.rule not in OF_THE_MACHINE]
+def data_of(text_file: Path) -> TextDataConfig:
+    return TextDataConfig(path=str(text_file), cache=str(text_file.parent / "cache"))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("unstable-start", "at the start"), ("slow-convergence", "a uniform guess has 5.55")],
-)
-def test_a_symptom_and_its_cure(text_file, tmp_path, name, words):
-    seed = 1
-    found = findings(RECIPES[name](), text_file, tmp_path / "sick", seed)
-    (finding,) = [finding for finding in found if finding.rule == name]
-    assert words in finding.evidence
-    assert {knob.name for knob in finding.knobs} >= set(CURES[name])
-    assert [f.rule for f in findings(cured(name), text_file, tmp_path / "well", seed)] == []
+def test_slow_convergence_is_found_and_says_what_to_turn(text_file, tmp_path):
+    config = replace(RECIPES["slow-convergence"](), data=data_of(text_file), seed=3, probe_every=0)
+    train(config, out=tmp_path / "sick", console=None)
+    (finding,) = [found for found in examine_run(RunFacts.read(tmp_path / "sick")) if found.rule == "slow-convergence"]
+    assert "a uniform guess has 5.55" in finding.evidence
+    assert finding.knobs[0].flag == "--optimizer.lr 0.001"
 
 
-# Sick, then cured, each under the same limit over what is there when it begins.
-SCRIPT = """
-import gc, sys, torch
+def test_memory_that_runs_out_leaves_what_doctor_needs(text_file, tmp_path, capsys):
+    """The allocation fails for want of address space: nothing is so large."""
+
+    def ask(step, batch):
+        if step == 3:
+            torch.empty(1 << 55)
+        return batch
+
+    config = replace(RECIPES["slow-convergence"](), data=data_of(text_file), probe_every=0)
+    with pytest.raises(RuntimeError):
+        train(config, out=tmp_path / "sick", console=None, on_batch=ask)
+    (finding,) = examine_run(RunFacts.read(tmp_path / "sick"))
+    assert finding.rule == "memory-overflow"
+    assert "1 out-of-memory events, the first at step 3 for 144115188075855872 bytes more at a peak of " in finding.evidence
+    assert main(["doctor", str(tmp_path / "sick")]) == 0
+    assert "state: stopped after step 3: out of memory: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CURES)
+def test_doctor_s_own_advice_leads_to_the_cure(text_file, name):
+    """As it is, then with the first knob at the value that doctor gives it, as often as it is found."""
+    report = run(SymptomOptions({name: RECIPES[name]()}, LIMITS, seeds=2, data=data_of(text_file)))
+    (field,) = CURES[name]
+    for seed in (0, 1):
+        course = [row for row in report.tables["symptoms"] if row["seed"] == seed]
+        assert course[0]["found"] == 1
+        assert course[0]["value"] > course[0]["limit"]
+        assert course[-1]["found"] == 0
+        assert course[-1]["completed"] == 1
+        assert course[-1]["knob"] == f"--{field.replace('_', '-')} {CURES[name][field]}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limit on a process's own memory (RLIMIT_DATA)")
+def test_memory_overflow_on_the_command_line(text_file, tmp_path):
+    """Under a limit of the system: one line that names doctor, and a run with the knob turned that ends."""
+    common = f"--data.path {text_file} --data.cache {text_file.parent / 'cache'} --device cpu"
+    laneway = f"{sys.executable} -m laneway"
+    limited = f"ulimit -d {{}}; exec {laneway} train memory-overflow --out {{}} {common} {{}}"
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def ends(kilobytes: int, out: Path, more: str) -> subprocess.CompletedProcess:
+        words = ["bash", "-c", limited.format(kilobytes, out, more)]
+        return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=env)
+
+    sick = ends(450_000, tmp_path / "sick", "")
+    assert sick.returncode == 1
+    assert sick.stderr.startswith("laneway train: out of memory: ")
+    assert sick.stderr.endswith(f"what to turn: laneway doctor {tmp_path / 'sick'}\n")
+    assert [found.rule for found in examine_run(RunFacts.read(tmp_path / "sick"))] == ["memory-overflow"]
+    well = ends(450_000, tmp_path / "well", "--micro-batch-size 32")
+    assert well.returncode == 0, well.stderr
+    assert examine_run(RunFacts.read(tmp_path / "well")) == []
+
+
+RANK = """
+import sys
 from dataclasses import replace
-from laneway.memory.counting import CountingAllocator
-torch.set_num_threads(1)
-allocator = CountingAllocator.install()
+from pathlib import Path
+import torch
+from laneway.data.text import TextDataConfig
 from laneway.recipes import RECIPES
 from laneway.train.loop import train
-text, cache, limit, *runs = sys.argv[1:]
-config = RECIPES["memory-overflow"]()
-config = replace(config, data=replace(config.data, path=text, cache=cache))
-for run in runs:
-    out, _, micro = run.rpartition(":")
-    gc.collect()
-    allocator.limit(allocator.live + int(limit))
-    try:
-        train(replace(config, micro_batch_size=int(micro) or None), out=out, console=None)
-    except torch.OutOfMemoryError:
-        print("out of memory in", out)
-    allocator.limit(None)
+import os
+
+def ask(step, batch):
+    if step == 2 and os.environ["RANK"] == "1":
+        torch.empty(1 << 55)
+    return batch
+
+torch.set_num_threads(1)
+data = TextDataConfig(path=sys.argv[1], cache=str(Path(sys.argv[1]).parent / "cache"))
+config = replace(RECIPES["slow-convergence"](), data=data, steps=4, probe_every=0, device="cpu")
+train(config, out=sys.argv[2], console=None, on_batch=ask)
 """
 
 
-def test_memory_overflow_and_its_cure(text_file, tmp_path):
-    """The same limit of memory; the micro-batch alone is smaller."""
-    sick, well = tmp_path / "sick", tmp_path / "well"
-    runs = [f"{sick}:0", f"{well}:{CURES['memory-overflow']['micro_batch_size']}"]
-    words = [sys.executable, "-c", SCRIPT, str(text_file), str(text_file.parent / "cache"), str(200 << 20), *runs]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n") == [f"out of memory in {sick}", ""]
-    (finding,) = [finding for finding in examine_run(RunFacts.read(sick)) if finding.rule == "memory-overflow"]
-    assert "1 out-of-memory events, the first at step 1" in finding.evidence
-    assert {knob.name for knob in finding.knobs} >= set(CURES["memory-overflow"])
-    facts = RunFacts.read(well)
-    assert facts.events[-1]["kind"] == "finish"
-    assert [f for f in examine_run(facts) if f.rule == "memory-overflow" and "out-of-memory" in f.evidence] == []
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_that_is_not_the_first_tells_that_its_memory_ran_out(text_file, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK, "utf-8")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([*words, str(text_file), str(tmp_path / "run")], capture_output=True, timeout=300, check=False)
+    assert done.returncode != 0
+    (finding,) = examine_run(RunFacts.read(tmp_path / "run"))
+    assert finding.rule == "memory-overflow"
+    assert "the first at step 2 on rank 1 for " in finding.evidence
+    assert {knob.name: knob.flag for knob in finding.knobs}["micro_batch_size"] == "--micro-batch-size 1"
 
 
 def test_every_cure_is_of_a_recipe_and_says_a_doctor_s_rule():
-    from laneway.doctor import RULES
-
     for name in CURES:
         assert name in RECIPES
-        assert name in {rule.name for rule in RULES}
+        rule = next(rule for rule in RULES if rule.name == name)
+        assert set(CURES[name]) <= set(rule.knobs)
         assert cured(name).problems() == []
+    assert set(LIMITS) <= set(CURES)

@@ -38,6 +38,8 @@ COLUMNS = {
     "stability_curves": ("variant", "condition", "step", "finite_runs", "loss_median", "gain_forward_median", "gain_forward_max",
                          "gain_backward_median"),
     "stability_runs": ("variant", "condition", "seed", "diverged", "why", "nonfinite_steps", "val_loss", "gain_forward_max"),
+    "symptoms": ("recipe", "seed", "turn", "knob", "found", "value", "limit", "completed", "loss", "val_loss", "peak_bytes",
+                 "others"),
     "quality_time": ("variant", "seed", "steps", "residual_steps", "step_time_over_residual", "val_loss", "residual_val_loss",
                      "val_loss_minus_residual"),
     "quality_context": ("variant", "seed", "from_position", "to_position", "loss", "perplexity"),
@@ -79,7 +81,7 @@ COLUMNS = {
 LEFT = (
     "variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy", "solver", "faults", "figure", "over",
     "file", "size", "fitted_on", "tested_on", "name", "network", "scheme", "algorithm", "layout", "op", "native", "chosen",
-    "condition", "why",
+    "condition", "why", "recipe", "knob", "others",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from laneway.cli._bench_quality import quality_job, stability_job
 from laneway.cli._bench_scheduling import scheduling_job
 from laneway.cli._bench_simulated import planner_job, policies_job
 from laneway.cli._bench_soak import soak_job
+from laneway.cli._bench_symptoms import symptoms_job
 from laneway.cli._parse import parse
 from laneway.core import InputError, choice
 
@@ -331,6 +332,7 @@ COMMANDS = {
     "memory": _memory,
     "quality": quality_job,
     "stability": stability_job,
+    "symptoms": symptoms_job,
     "modalities": _modalities,
     "precision": _precision,
     "hf": _hf,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from laneway.cli._parse import parse
-from laneway.doctor import RULES, Finding, RunFacts, examine_run
+from laneway.doctor import RULES, Finding, RunFacts, examine_run, measures
+from laneway.doctor.about import run_lines
 from laneway.doctor.show import machine_lines, show
 
 
@@ -34,12 +36,11 @@ def _run(path: Path, as_json: bool) -> int:
     facts = RunFacts.read(path)
     findings = examine_run(facts)
     if as_json:
-        _print_json({"run": str(path), "rows": len(facts.rows), "rules": [rule.name for rule in RULES]}, findings)
+        about = {"about": dict(run_lines(path, facts)), "measures": {name: asdict(m) for name, m in measures(facts).items()}}
+        _print_json({"run": str(path), "rows": len(facts.rows), "rules": [rule.name for rule in RULES]} | about, findings)
         return 0
-    lines = [("run", str(path)), ("rows", f"{len(facts.rows)}, up to step {facts.last_step:.0f}")]
-    healthy = (
-        "no metrics rows yet: nothing to examine" if not facts.rows else f"healthy: none of {len(RULES)} rules found anything"
-    )
+    lines = run_lines(path, facts)
+    healthy = f"healthy: none of {len(RULES)} rules found anything" if facts.rows else "no metrics rows yet: nothing to examine"
     show(f"laneway doctor {path}", lines, findings, healthy, sys.stdout)
     return 0
 

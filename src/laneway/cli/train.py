@@ -18,6 +18,7 @@ from laneway.cli._parse import parse
 from laneway.cluster.recover import LostContactError, leave
 from laneway.core import InputError, LanewayError, choice
 from laneway.memory.config import from_environment
+from laneway.memory.oom import out_of_memory
 from laneway.recipes import DEFAULT, RECIPES
 from laneway.rundir import RunDirectory
 from laneway.train.config import TrainConfig
@@ -59,14 +60,7 @@ def run(args: Sequence[str]) -> int:
     first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
         request = read_request(args)
-        result = train(
-            request.settings,
-            out=request.folder,
-            resume=None if request.resume_or_start else request.resume,
-            spare=request.out is None,
-            console="stderr" if request.json else "stdout",
-            plan=planned(request),
-        )
+        result = _train(request)
     except LostContactError as error:
         if error.speaks:
             print(f"laneway train: {error}", file=sys.stderr)
@@ -78,6 +72,27 @@ def run(args: Sequence[str]) -> int:
     if first_rank:
         print(json.dumps(as_json(result)) if request.json else last_lines(result))
     return 0
+
+
+def _train(request: Request) -> TrainResult:
+    """Train as asked. Raises LanewayError where memory ran out, which says where doctor is to look."""
+    try:
+        return train(
+            request.settings,
+            out=request.folder,
+            resume=None if request.resume_or_start else request.resume,
+            spare=request.out is None,
+            console="stderr" if request.json else "stdout",
+            plan=planned(request),
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = f"out of memory: {reason}; what to turn: laneway doctor {request.out or newest_run(request.folder)}"
+        if (rank := os.environ.get("RANK", "0")) != "0":
+            print(f"laneway train: rank {rank}: {text}", file=sys.stderr)  # the others do not have this error
+        raise LanewayError(text) from error
 
 
 def read_request(args: Sequence[str]) -> Request:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from laneway.core import LanewayError
 from laneway.rundir import RunDirectory, column, number, site_columns
 
 
@@ -61,12 +63,21 @@ class RunFacts:
     env: dict[str, Any]
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
+    others: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """Rows of the other ranks whose files are there."""
 
     @classmethod
     def read(cls, path: str | Path) -> RunFacts:
         """From a run directory; InputError where it is none, LanewayError where a file can't be read."""
         run = RunDirectory.open(path)
-        return cls(run.read_config(), run.read_env(), run.read_metrics(), run.read_events())
+        try:
+            env = run.read_env()
+            found = (re.fullmatch(r"rank(\d+)\.jsonl", file.name) for file in run.metrics().parent.glob("rank*.jsonl"))
+            others = {int(match[1]): run.read_metrics(int(match[1])) for match in found if match and match[1] != "0"}
+            config, rows, events = run.read_config(), run.read_metrics(), run.read_events()
+        except OSError as error:
+            raise LanewayError(f"{error.filename or run.path}: can't be read ({error.strerror})") from error
+        return cls(config, env if isinstance(env, dict) else {}, rows, events, dict(sorted(others.items())))
 
     def series(self, key: str) -> Series:
         """A scalar over steps."""
@@ -100,6 +111,11 @@ class RunFacts:
             else f" (now {str(value).lower() if value in (True, False) else value})"
         )
 
+    def scaled(self, name: str, factor: float) -> str:
+        """A positive field times ``factor``, as the value of a knob; empty where the configuration has no such number."""
+        value = number(self.setting(name))
+        return f"{factor * value:.3g}" if value > 0 else ""
+
     @property
     def residual(self) -> str:
         """The model's residual, empty where the configuration does not say."""
@@ -131,6 +147,13 @@ class RunFacts:
             series = self.series(key)
             steps |= set(series.steps[~np.isfinite(series.values)].tolist())
         return np.array(sorted(step for step in steps if math.isfinite(step)))
+
+    @property
+    def largest_peak(self) -> tuple[float, int] | None:
+        """Bytes of the largest peak and the rank that had it; None where no rank tells."""
+        ranks = {0: self.rows} | self.others
+        peaks = [(value, -rank) for rank, rows in ranks.items() for value in column(rows, "peak_bytes")[1] if value == value]
+        return (max(peaks)[0], -max(peaks)[1]) if peaks else None
 
     @property
     def memory_bytes(self) -> float:

@@ -12,6 +12,28 @@ class Knob:
 
     name: str
     advice: str
+    value: str = ""
+    """What the advice comes to in this run, where it is a field of the configuration and that can be said; else empty."""
+
+    @property
+    def flag(self) -> str:
+        """The knob at ``value`` as an argument of ``laneway train``; empty without one."""
+        argument = f"--{self.name.replace('_', '-')}"
+        return argument if self.value == "true" else f"{argument} {self.value}" if self.value else ""
+
+    @property
+    def words(self) -> str:
+        """Advice and flag."""
+        return f"{self.advice}: {self.flag}" if self.flag else self.advice
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure that a rule watches, found or not. ``what``: its name and unit; above ``limit`` the rule fires."""
+
+    what: str
+    value: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -40,7 +62,7 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        knobs = [{"name": knob.name, "advice": knob.advice} for knob in self.knobs]
+        knobs = [{"name": knob.name, "advice": knob.advice, "flag": knob.flag} for knob in self.knobs]
         return {
             "rule": self.rule,
             "finding": self.finding,

@@ -9,13 +9,15 @@ import re
 import numpy as np
 
 from laneway.doctor.facts import RunFacts
-from laneway.doctor.finding import Knob, Symptom
+from laneway.doctor.finding import Knob, Measure, Symptom
+from laneway.rundir import number
 
 OVERFLOW = (
     "an out-of-memory event, a step that was redone in less memory, or a peak above 90 % of the memory: fragments and other "
     "processes take the rest, and the next longer batch does not fit"
 )
 OCCUPIED = 0.9
+_ASKED = re.compile(r"(?:tried to allocate|unable to allocate) +([\d.]+ *(?:bytes|[KMGT]i?B)\b)", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|\boom\b", re.IGNORECASE)
 
 GROWTH = (
@@ -25,39 +27,80 @@ GROWTH = (
 RISE, RISING, HORIZON = 0.1, 7, 20.0
 
 THROUGHPUT = (
-    "the median rate of the last fifth is below 70 % of that near the begin: medians don't see single slow steps, and a shared "
-    "machine varies by less"
+    "the median rate of the last fifth is below 70 % of that near the begin, for more than a minute: medians don't see single "
+    "slow steps, and what others do on a shared machine passes"
 )
-SLOWER = 0.7
+SLOWER, LASTING = 0.7, 60.0  # seconds
 
 GIB = 2.0**30
 
 
 def _memory_knobs(facts: RunFacts) -> tuple[Knob, ...]:
-    return (
-        Knob("micro_batch_size", f"half{facts.now('micro_batch_size')}: the gradient stays the same, the activations halve"),
-        Knob("activation_checkpointing", "true: keep the input of each block only and compute the rest again"),
-        Knob("precision", f"bf16{facts.now('precision')}: activations take half"),
-        Knob("model.streams", f"fewer{facts.now('model.streams')}: stream memory is proportional to them"),
-    )
+    knobs = [_micro_batch(facts)]
+    if facts.setting("activation_checkpointing") is not True:
+        text = "on: keep the input of each block only and compute the rest again"
+        knobs.append(Knob("activation_checkpointing", text, "true"))
+    if facts.setting("memory.budget", "") == "":
+        knobs.append(Knob("memory.budget", "auto: what does not fit is moved out, and back in time", "auto"))
+    if facts.setting("precision") != "bf16":
+        knobs.append(Knob("precision", f"bf16{facts.now('precision')}: activations take half", "bf16"))
+    if facts.setting("model.streams") != 1 and facts.residual != "residual":
+        knobs.append(Knob("model.streams", f"fewer{facts.now('model.streams')}: stream memory is proportional to them"))
+    return tuple(knob for knob in knobs if knob is not None)
+
+
+def _micro_batch(facts: RunFacts) -> Knob | None:
+    """The largest divisor of a rank's share that is at most half of what one pass takes now; None where that is one sequence."""
+    why = "the gradient stays the same, the activations halve"
+    batch, ranks = number(facts.setting("batch_size")), number(facts.env.get("world_size", 1))
+    given = number(facts.setting("micro_batch_size"))
+    if not (batch >= 1 and ranks >= 1):
+        return Knob("micro_batch_size", f"half{facts.now('micro_batch_size')}: {why}")
+    share = int(batch // ranks)
+    now = int(given) if given >= 1 else share
+    if now < 2:
+        return None
+    half = next(size for size in range(now // 2, 0, -1) if share % size == 0)
+    told = f"{now}" if given >= 1 else f"the whole share of {share}"
+    return Knob("micro_batch_size", f"half (now {told}): {why}", f"{half}")
+
+
+def memory_share(facts: RunFacts) -> Measure | None:
+    """The largest peak of any rank over the memory there is."""
+    peak, total = facts.largest_peak, facts.memory_bytes
+    return Measure("peak over the memory", peak[0] / total, OCCUPIED) if peak and total > 0 else None
 
 
 def memory_overflow(facts: RunFacts) -> Symptom | None:
     """Memory ran out, or nearly."""
-    peak, total = facts.series("peak_bytes").finite(), facts.memory_bytes
-    evidence = []
+    share, evidence = memory_share(facts), []
     failures = [event for event in facts.events if _is_out_of_memory(event)]
     survived = [event for event in facts.events if event.get("kind") == "survived"]
     if survived:
         evidence.append(f"memory was missing in {len(survived)} steps, the first {survived[0].get('step', '?')}: redone in less")
     if failures:
-        evidence.append(f"{len(failures)} out-of-memory events, the first at step {failures[0].get('step', '?')}")
-    if len(peak) and math.isfinite(total) and peak.values.max() > OCCUPIED * total:
-        share = 100 * peak.values.max() / total
-        evidence.append(f"peak {peak.values.max() / GIB:.2f} GiB of {total / GIB:.2f} GiB ({share:.0f} %)")
+        evidence.append(f"{len(failures)} out-of-memory events, the first at step {_failure(failures[0])}")
+    if share is not None and share.value > share.limit:
+        peak, rank = facts.largest_peak or (0.0, 0)
+        where = f" on rank {rank}" if rank else ""
+        total = facts.memory_bytes / GIB
+        evidence.append(f"peak {peak / GIB:.2f} GiB of {total:.2f} GiB ({100 * share.value:.0f} %){where}")
     if not evidence:
         return None
     return Symptom("memory overflow", "; ".join(evidence), _memory_knobs(facts))
+
+
+def _failure(event: dict) -> str:
+    """Step, rank where it was not the first, what was asked for, and the peak until then."""
+    told = [f"{event.get('step', '?')}"]
+    if number(event.get("rank")) > 0:
+        told.append(f"on rank {event['rank']}")
+    asked = _ASKED.search(" ".join(str(event.get(key)) for key in ("reason", "message", "error")))
+    if asked:
+        told.append(f"for {asked[1]} more")
+    if number(event.get("peak_bytes")) > 0:
+        told.append(f"at a peak of {number(event['peak_bytes']) / GIB:.2f} GiB")
+    return " ".join(told)
 
 
 def _is_out_of_memory(event: dict) -> bool:
@@ -109,6 +152,9 @@ def throughput_drop(facts: RunFacts) -> Symptom | None:
     if after >= SLOWER * before:
         return None
     slow = int(np.flatnonzero(blocks.values < SLOWER * before)[0])
+    times = facts.series("time").finite()
+    if len(times) and times.values[-1] - float(np.interp(blocks.steps[slow], times.steps, times.values)) < LASTING:
+        return None
     return Symptom(
         f"throughput dropped to {100 * after / before:.0f} %",
         f"{before:,.0f} tokens/s near the begin, {after:,.0f} at the end; "

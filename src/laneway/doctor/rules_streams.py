@@ -6,6 +6,7 @@ import numpy as np
 
 from laneway.doctor.facts import RunFacts
 from laneway.doctor.finding import Knob, Symptom
+from laneway.rundir import number
 
 COLLAPSED = (
     "mean cosine between the streams above 0.999 at the last probe, after the warm-up and 50 steps: then the streams carry one "
@@ -26,6 +27,7 @@ GAIN = (
     "thousands (arXiv 2512.24880, figure 3), and in 16-bit floats such streams overflow"
 )
 GAIN_LIMIT = 10.0
+USUAL_CAP, USUAL_ITERATIONS = 8.0, 20
 
 SINKHORN = (
     "Sinkhorn error (largest |log column sum| of an H_res) above 0.1: 20 iterations with logits capped at 8 stay below 0.1, so "
@@ -47,9 +49,9 @@ def streams_collapsed(facts: RunFacts) -> Symptom | None:
         "the streams collapsed: a dead start, the width of the residual is not used",
         f"mean cosine {collapse.values[-1]:.5f} at step {collapse.steps[-1]:.0f}, {collapse.values.min():.5f} at its lowest",
         (
-            Knob("optimizer.lr", f"raise{facts.now('optimizer.lr')}: the maps move with it"),
+            Knob("optimizer.lr", f"raise{facts.now('optimizer.lr')}: the maps move with it", facts.scaled("optimizer.lr", 2)),
             Knob("model.residual", f"another manifold{facts.now('model.residual')}, to see whether the maps are the cause"),
-            Knob("model.streams", "1, if the streams stay alike: it costs less and computes the same"),
+            Knob("model.streams", "1, if the streams stay alike: it costs less and computes the same", "1"),
         ),
     )
 
@@ -67,16 +69,14 @@ def residual_map_frozen(facts: RunFacts) -> Symptom | None:
     moved = np.abs(entropy - entropy[0])
     if (moved > np.maximum(MOVED_NATS, MOVED_PART * np.abs(entropy[0]))).any():
         return None
+    cap = number(facts.setting("model.logit_cap"))
+    knobs = [Knob("optimizer.lr", f"raise{facts.now('optimizer.lr')}", facts.scaled("optimizer.lr", 2))]
+    if not (cap == 0 or cap >= USUAL_CAP):
+        knobs.append(Knob("model.logit_cap", f"8{facts.now('model.logit_cap')}: a low cap holds the logits where they are", "8"))
     return Symptom(
         "H_res never moved off its start",
         f"over {len(steps)} probes up to step {steps[-1]:.0f} no site's H_res changed its entropy by over {moved.max():.1e} nats",
-        (
-            Knob("optimizer.lr", f"raise{facts.now('optimizer.lr')}"),
-            Knob(
-                "model.logit_cap",
-                f"8{facts.now('model.logit_cap')}: a low cap holds the logits where they are",
-            ),
-        ),
+        tuple(knobs),
     )
 
 
@@ -91,12 +91,13 @@ def composite_gain(facts: RunFacts) -> Symptom | None:
     value, step, direction = max(worst, default=(0.0, 0.0, ""))
     if value <= GAIN_LIMIT:
         return None
-    knobs = [Knob("optimizer.lr", f"15–20 % lower{facts.now('optimizer.lr')}: gain grows with it")]
+    lower = f"15–20 % lower{facts.now('optimizer.lr')}: gain grows with it"
+    knobs = [Knob("optimizer.lr", lower, facts.scaled("optimizer.lr", 0.8))]
     if facts.residual == "hc":
-        knobs.insert(0, Knob("model.residual", "mhc: H_res on the manifold of doubly stochastic matrices"))
-    else:
-        knobs.insert(0, Knob("model.sinkhorn_iterations", f"more{facts.now('model.sinkhorn_iterations')}"))
-        knobs.insert(1, Knob("model.residual", "mhc-lite: exactly doubly stochastic at any logits"))
+        knobs.insert(0, Knob("model.residual", "mhc: H_res on the manifold of doubly stochastic matrices", "mhc"))
+    elif facts.residual in ("mhc", ""):
+        knobs.insert(0, _more_iterations(facts))
+        knobs.insert(1, Knob("model.residual", "mhc-lite: exactly doubly stochastic at any logits", "mhc-lite"))
     return Symptom(
         f"the streams are amplified: composite gain {value:.3g}",
         f"{direction} gain {value:.3g} at step {step:.0f}{_place(facts, direction)}",
@@ -112,6 +113,20 @@ def _place(facts: RunFacts, direction: str) -> str:
     return f", largest at site {np.nanmax(np.where(np.isfinite(gain), gain, -np.inf), axis=0).argmax()} of {gain.shape[1]}"
 
 
+def _more_iterations(facts: RunFacts) -> Knob:
+    """20, as usual, or twice as many where there are that many."""
+    now = number(facts.setting("model.sinkhorn_iterations"))
+    value = "" if not now > 0 else "20" if now < USUAL_ITERATIONS else f"{2 * now:.0f}"
+    return Knob("model.sinkhorn_iterations", f"more{facts.now('model.sinkhorn_iterations')}", value)
+
+
+def _lower_cap(facts: RunFacts) -> Knob:
+    cap = number(facts.setting("model.logit_cap"))
+    value = f"{cap / 2:.3g}" if 0 < cap <= USUAL_CAP else "8"
+    text = f"{value}{facts.now('model.logit_cap')}{', uncapped' if cap == 0 else ''}: smaller logits converge faster"
+    return Knob("model.logit_cap", text, value)
+
+
 def sinkhorn_error(facts: RunFacts) -> Symptom | None:
     """The Sinkhorn iteration stops before it converges."""
     error = facts.series("sinkhorn_error").finite()
@@ -125,11 +140,8 @@ def sinkhorn_error(facts: RunFacts) -> Symptom | None:
         f"largest |log column sum| {error.values[at]:.2g} at step {error.steps[at]:.0f}, "
         f"{error.values[-1]:.2g} at the last probe",
         (
-            Knob(
-                "model.logit_cap",
-                f"8, 0 is uncapped{facts.now('model.logit_cap')}: smaller logits converge faster",
-            ),
-            Knob("model.sinkhorn_iterations", f"20 or more{facts.now('model.sinkhorn_iterations')}"),
-            Knob("model.residual", "mhc-lite (Birkhoff mixture): exactly doubly stochastic without an iteration"),
+            _lower_cap(facts),
+            _more_iterations(facts),
+            Knob("model.residual", "mhc-lite (Birkhoff mixture): exactly doubly stochastic without an iteration", "mhc-lite"),
         ),
     )

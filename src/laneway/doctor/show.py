@@ -65,7 +65,7 @@ def show(title: str, lines: list[tuple[str, str]], findings: list[Finding], heal
         print(f"finding: {finding.rule}: {finding.finding}", file=out)
         print(f"  evidence: {finding.evidence}", file=out)
         for knob in finding.knobs:
-            print(f"  knob: {knob.name}: {knob.advice}", file=out)
+            print(f"  knob: {knob.name}: {knob.words}", file=out)
     if not findings:
         print(healthy, file=out)
 
@@ -91,6 +91,6 @@ def _show_rich(title: str, lines: list[tuple[str, str]], findings: list[Finding]
     for heading in ("finding", "evidence", "knob"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
-        knobs = Text("\n").join(Text.assemble((knob.name, "bold"), f": {knob.advice}") for knob in finding.knobs)
+        knobs = Text("\n").join(Text.assemble((knob.name, "bold"), f": {knob.words}") for knob in finding.knobs)
         table.add_row(Text.assemble((finding.finding, "yellow"), f"\n{finding.rule}"), Text(finding.evidence), knobs)
     console.print(table)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from laneway.recipes.gpt2_124m import gpt2_124m
 from laneway.recipes.small import small
-from laneway.recipes.symptoms import CURES, memory_overflow, slow_convergence, unstable_start
+from laneway.recipes.symptoms import CURES, LIMITS, memory_overflow, slow_convergence, unstable_start
 from laneway.recipes.tiny import tiny
 from laneway.train.config import TrainConfig
 
@@ -21,6 +21,7 @@ DEFAULT = "tiny"
 __all__ = [
     "CURES",
     "DEFAULT",
+    "LIMITS",
     "RECIPES",
     "gpt2_124m",
     "memory_overflow",

@@ -1,9 +1,9 @@
 """Three runs that go wrong on purpose, each with what cures it: for `laneway doctor` to recognise, in seconds on a CPU.
 
     laneway train unstable-start --out sick       laneway doctor sick
-    laneway train unstable-start --out well --optimizer.lr 0.01 --optimizer.warmup 0.1 --optimizer.clip-norm 1
+    laneway train unstable-start --out well --optimizer.lr 0.1
 
-``CURES`` holds the fields that doctor names, at values that help.
+``CURES`` holds what doctor's first knob comes to, turned as often as it asks for. `laneway bench symptoms` does that.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from laneway.models.gpt import GPTConfig
 from laneway.train.config import OptimizerConfig, TrainConfig
 
 CURES: dict[str, dict[str, Any]] = {
-    "unstable-start": {"optimizer.lr": 0.01, "optimizer.warmup": 0.1, "optimizer.clip_norm": 1.0},
+    "unstable-start": {"optimizer.lr": 0.1},
     "slow-convergence": {"optimizer.lr": 0.01},
-    "memory-overflow": {"micro_batch_size": 8},
+    "memory-overflow": {"micro_batch_size": 32},
 }
 """By recipe: what to turn, and to which value."""
+
+LIMITS: dict[str, int] = {"memory-overflow": 200 << 20}
+"""By recipe: bytes of tensors under which it shows its symptom, and no longer does once it is cured."""
 
 
 def _small(optimizer: OptimizerConfig) -> TrainConfig:
@@ -36,7 +39,7 @@ def _small(optimizer: OptimizerConfig) -> TrainConfig:
 
 
 def unstable_start() -> TrainConfig:
-    """A learning rate a hundred times too high from the first step on: no warm-up, no clipping. The loss leaps over its start."""
+    """A learning rate far too high from the first step on: no warm-up, no clipping. The loss leaps over its start."""
     return _small(OptimizerConfig(lr=1.0, warmup=0.0, clip_norm=0.0))
 
 
@@ -48,7 +51,7 @@ def slow_convergence() -> TrainConfig:
 def memory_overflow() -> TrainConfig:
     """One micro-batch that holds the whole batch: its activations need hundreds of megabytes where a few do.
 
-    It shows on a device, or under a limit, with less than that.
+    It shows on a device, or under a limit (``LIMITS``), with less than that.
     """
     config = _small(OptimizerConfig(lr=0.01, warmup=0.1))
     return replace(

@@ -13,6 +13,8 @@ import psutil
 import torch
 
 import laneway
+from laneway.core import LanewayError
+from laneway.memory.meter import host_capacity
 from laneway.train.ranks import Ranks
 
 
@@ -24,6 +26,15 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int:
+    """Host memory that this process may use: the machine's, or less under a limit of its control group or address space."""
+    total = psutil.virtual_memory().total
+    try:
+        return min(total, host_capacity())
+    except LanewayError:  # no /proc
+        return total
 
 
 def describe_environment(ranks: Ranks) -> dict[str, Any]:
@@ -43,7 +54,7 @@ def describe_environment(ranks: Ranks) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": memory_bytes(),
         "device": device,
         "world_size": ranks.world_size,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

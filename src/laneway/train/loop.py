@@ -246,7 +246,11 @@ class _Training:
             if out_of_memory(error):
                 self.done += 1
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                self._event("stop", reason=f"out of memory: {reason}"[:300])
+                told = {"reason": f"out of memory: {reason}"[:300], "peak_bytes": peak_bytes(self.ranks.device)}
+                if self.ranks.first:
+                    self._event("stop", **told)
+                elif self.folder.config.is_file():  # the others do not know of it
+                    append_event(self.folder, "stop", self.done, rank=self.ranks.rank, **told)
             raise
 
     def _after_backward(self, step: int) -> None:

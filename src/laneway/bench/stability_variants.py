@@ -70,6 +70,7 @@ VARIANTS: dict[str, Variant] = {
     "mhc-curvature-res": Variant(prepare=controlled("curvature-res"), against="mhc-constant"),
     "mhc-priorities": Variant(prepare=controlled("priorities")),
     "mhc-scheduler": Variant(prepare=controlled("scheduler"), against="mhc-priorities"),
+    "mhc-scheduler-cold": Variant(prepare=controlled("scheduler", temperature=0.25), against="mhc-priorities"),
     "mhc-scheduler-logits": Variant(prepare=controlled("scheduler-logits"), against="mhc-priorities"),
     "mhc-guard": Variant(prepare=guarded),
     "mhc-purify": Variant(prepare=purified, against="mhc-guard"),

@@ -71,6 +71,28 @@ def test_purifications_by_block_and_time():
     heat, _ = purified([{"kind": "purify", "step": 5, "path": "blocks.1.attention.qkv.weight"}])
     assert heat is not None
     assert heat.values.tolist() == [[0.0, 1.0]]
+    heat, _ = purified([{"kind": "purify", "step": 5, "path": "blocks.1.ffn.out"}], [float("nan"), *range(1, 41)])
+    assert heat is not None
+    assert (heat.steps[0], heat.steps[-1]) == (1, 40)
+    assert heat.values[heat.steps == 5, 1] == heat.values.sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "titles"),
+    [
+        (("lambda", "curvature", "gate"), ["Strength λ of the curvature constraint", "Curvature κ", "Gate on the writes"]),
+        (("priority",), ["Priority"]),
+        (("purified_paths",), ["Purified paths"]),
+    ],
+)
+def test_a_run_with_one_control_has_its_pictures_alone(tmp_path, keys, titles):
+    made = [{k: v for k, v in row.items() if k in ("step", "time", "loss", *keys)} for row in controlled()]
+    drawn = list(figures(load_runs([make_run(tmp_path / "run", made).path])))
+    assert list(dict.fromkeys(figure.title.partition(", stream")[0] for figure in drawn)) == titles
+    for figure in drawn:
+        words = [text.text for text in ET.fromstring(figure.drawings[0]).iter() if text.tag.endswith("text")]
+        assert "step" in words
+        assert ("site ↑" in words) == ("stream" in figure.title)
 
 
 @pytest.mark.parametrize("several", [False, True])

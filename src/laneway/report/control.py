@@ -24,9 +24,9 @@ SCALARS = (
     Quantity("purified_paths", "Purified paths", "per step", low=0.0, log=False, least_span=1.0),
 )
 PER_STREAM = (
-    Quantity("curvature", "Curvature κ", low=0.0, log=False, least_span=0.01),
+    Quantity("curvature", "Curvature κ", "0: flat, at most 1", low=0.0, log=False, least_span=0.01),
     Quantity("gate", "Gate on the writes", "1: open", low=0.0, high=1.0, log=False),
-    Quantity("priority", "Priority", low=0.0, log=False, least_span=0.01),
+    Quantity("priority", "Priority", "share of what is written", low=0.0, log=False, least_span=0.01),
 )
 EVENTS = Quantity("purify", "Purified paths by block", "times", low=0.0, log=False, least_span=1.0)
 COLUMNS, SHOWN = 60, 5
@@ -38,7 +38,7 @@ def figures(runs: list[Run]) -> Iterator[Figure]:
     yield from scalar_figures(runs, SCALARS)
     for quantity in PER_STREAM:
         yield from _stream_figures(quantity, [(run, stream_heats(run.rows, quantity.key)) for run in runs])
-    yield from _event_figures([(run, purified(run.events)) for run in runs])
+    yield from _event_figures([(run, purified(run.events, [number(row.get("step")) for row in run.rows])) for run in runs])
 
 
 def stream_heats(rows: Iterable[dict[str, Any]], key: str) -> list[Heat]:
@@ -64,8 +64,8 @@ def _sites(value: Any) -> list[list[float]]:
     return [[number(item) for item in site] for site in value]
 
 
-def purified(events: Iterable[dict[str, Any]]) -> tuple[Heat | None, str]:
-    """How often paths of each block were corrected, over time, and a line about the paths that were most often."""
+def purified(events: Iterable[dict[str, Any]], steps_of_run: Iterable[float] = ()) -> tuple[Heat | None, str]:
+    """How often paths of each block were told of, over the run's steps, and a line about the paths that were most often."""
     hits = [event for event in events if event.get("kind") == "purify" and np.isfinite(number(event.get("step")))]
     counts: dict[str, int] = {}
     for event in hits:
@@ -76,7 +76,8 @@ def purified(events: Iterable[dict[str, Any]]) -> tuple[Heat | None, str]:
     if not placed:
         return None, note
     blocks, steps = np.array([block for block, _ in placed]), np.array([step for _, step in placed])
-    edges = np.unique(np.linspace(steps.min(), steps.max() + 1, COLUMNS + 1).round())
+    over = np.array([*steps, *(step for step in steps_of_run if np.isfinite(step))])
+    edges = np.unique(np.linspace(over.min(), over.max() + 1, COLUMNS + 1).round())
     depth = min(int(blocks.max()), 1000) + 1
     values, _, _ = np.histogram2d(steps, blocks, bins=(edges, np.arange(depth + 1)))
     return Heat(edges[:-1], values), note

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from laneway import __version__
 from laneway.core import InputError, LanewayError
-from laneway.report import control, figures, memory_figures, palette, plan_figures, schedule, tables
+from laneway.report import control, figures, memory_figures, network, palette, plan_figures, schedule, tables
 from laneway.report.figures import Figure
 from laneway.report.memory_figures import Table
 from laneway.report.numbers import moment
@@ -93,6 +93,7 @@ def _sections(runs: list[Run]) -> list[Section]:
         Section("speed", "Speed and memory", list(figures.scalar_figures(runs, figures.SPEED))),
         Section("plan", "Plan", list(plan_figures.figures(runs)), unplanned, plan_figures.tables(runs), large=True),
         Section("schedule", "Schedule", list(schedule.figures(runs)), tables=schedule.tables(runs), large=True),
+        Section("network", "Network", list(network.figures(runs)), tables=network.tables(runs)),
         Section("memory", "Memory", list(memory_figures.plan_figures(runs)), damaged, memory_figures.tables(runs), large=True),
         Section("memory-passes", "Memory over passes", list(memory_figures.pass_figures(runs))),
         Section("memory-steps", "Memory over steps", list(figures.scalar_figures(runs, figures.MEMORY))),

@@ -55,6 +55,11 @@ class ControlConfig:
     """Whether a token's writes add up to what they would without the scheduler."""
     scheduler_every: int = 8
     """Steps between two measurements of use and likeness."""
+    write_strength: float = 1.0
+    """Every write times this number, above 0 up to 1: what the curvature constraint must beat, and cheaper; 1: off."""
+    priorities: tuple[float, ...] = ()
+    """Shares of the streams, the same for all tokens, a number > 0 each; only their ratios count. What the scheduler must beat,
+    and cheaper; none: off."""
     verify_ranks: bool = False
     """Compare a hash of each decision over the ranks; the run stops where two differ."""
 
@@ -62,6 +67,11 @@ class ControlConfig:
     def constrains(self) -> bool:
         """Whether the curvature constraint is on."""
         return self.curvature != 0 or self.curvature_final not in (None, 0)
+
+    @property
+    def shapes_model(self) -> bool:
+        """Whether the model has parameters or constants that the weights alone do not tell."""
+        return self.scheduler or bool(self.priorities) or self.write_strength != 1
 
     def problems(self, prefix: str = "control") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
@@ -74,6 +84,8 @@ class ControlConfig:
             lambda: choice(f"{prefix}.purify_screen", self.purify_screen, SCREENS),
             lambda: positive_int(f"{prefix}.purify_sample", self.purify_sample, 64),
             lambda: self._check_guard(f"{prefix}.norm_guard"),
+            lambda: self._check_write_strength(f"{prefix}.write_strength"),
+            lambda: self._check_priorities(f"{prefix}.priorities"),
         ]
         return [*collect(checks), *self.schedule.problems((), (), f"{prefix}.scheduler_")]
 
@@ -93,13 +105,17 @@ class ControlConfig:
     def check_model(self, model: GPTConfig, prefix: str = "control") -> None:
         """Raise InputError where a control of streams can't work on this model."""
         single = model.residual == "residual" or model.streams == 1
-        for name, off in (("curvature", 0), ("curvature_final", None), ("scheduler", False)):
+        offs = (("curvature", 0), ("curvature_final", None), ("scheduler", False), ("write_strength", 1.0), ("priorities", ()))
+        for name, off in offs:
             if single and getattr(self, name) not in (off, 0):
                 accepted = f"{off} for one stream: model.residual with maps and model.streams ≥ 2"
                 raise InputError(f"{prefix}.{name}", getattr(self, name), accepted)
         if self.constrains and (self.curvature_projection or 0) > model.dim:
             accepted = f"an integer from 1 to {min(model.dim, WIDEST)}, the width of a stream or {WIDEST}"
             raise InputError(f"{prefix}.curvature_projection", self.curvature_projection, accepted)
+        if self.priorities and len(self.priorities) != model.streams:
+            accepted = f"a number > 0 for each of {model.streams} streams"
+            raise InputError(f"{prefix}.priorities", list(self.priorities), accepted)
         if self.scheduler:
             for problem in self.schedule.problems((model.streams,), (model.dim,), f"{prefix}.scheduler_"):
                 raise problem
@@ -130,3 +146,15 @@ class ControlConfig:
         real(name, self.norm_guard, lambda factor: factor == 0 or factor > 1, "a number > 1, or 0 for off")
         if self.norm_guard and self.purify_every:
             raise InputError(name, self.norm_guard, "0 beside purify_every: one of them corrects gradients")
+
+    def _check_write_strength(self, name: str) -> None:
+        given = self.write_strength
+        real(name, given, lambda strength: 0 < strength <= 1, "a number above 0, up to 1 (off)")
+        if given != 1 and self.constrains:
+            raise InputError(name, given, "1 beside curvature: one of them sets how much is written")
+
+    def _check_priorities(self, name: str) -> None:
+        for share in self.priorities:
+            real(name, share, lambda each: each > 0, "a number > 0 for each stream")
+        if self.priorities and self.scheduler:
+            raise InputError(name, list(self.priorities), "none beside the scheduler: one of them sets priorities")

@@ -6,10 +6,10 @@ from torch import nn
 
 from laneway.connections.constraint import CurvatureConstraint, Measurement
 from laneway.connections.control import attach
-from laneway.connections.gates import FixedGate
+from laneway.connections.gates import ConstantStrength, FixedGate
 from laneway.connections.guard import PathNormGuard, Tell
 from laneway.connections.purify import GradientPurifier
-from laneway.connections.schedule import add_scheduler
+from laneway.connections.schedule import FixedPriorities, add_scheduler
 from laneway.connections.scheduler import ConnectionScheduler
 from laneway.connections.tuning import AutoStrength
 from laneway.core import Extension
@@ -19,9 +19,13 @@ from laneway.train.parallel import Parallel
 
 
 def with_control(model: GPT, config: ControlConfig) -> GPT:
-    """The model with the parts of its controls that are its own: they have parameters, so they come before all that wraps it."""
+    """The model with the parts of its controls that are its own: parameters and constants, so before all that wraps it."""
     if config.scheduler:
         add_scheduler(model, config.schedule)
+    if config.priorities:
+        attach(model, lambda site, place: FixedPriorities(config.priorities))
+    if config.write_strength != 1:
+        attach(model, lambda site, place: ConstantStrength(site.streams, config.write_strength))
     return model
 
 

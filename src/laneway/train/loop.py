@@ -300,7 +300,7 @@ class _Training:
         self._sample(self.config.sample_tokens)
         vocabulary = self.config.data.tokenizer
         described = {"architecture": "laneway GPT", "model": dataclasses.asdict(self.config.model)}
-        if self.config.control.scheduler:  # its parameters are the model's
+        if self.config.control.shapes_model:
             described["control"] = dataclasses.asdict(self.config.control)
         export(self.bench.parallel.model, described, self.folder.path / EXPORT, None if vocabulary == "byte" else vocabulary)
         bits = self._bits(val_loss, "validation")

@@ -11,11 +11,16 @@ from laneway.core import InputError
 def test_extra_is_the_paired_difference_over_whole_cycles():
     off = [10.0] * CYCLE + [20.0] * CYCLE + [40.0] * CYCLE
     more = [v * 1.5 if i % 6 == 0 else v for i, v in enumerate(off)]
-    found = {"off": {"ms": off, "collectives": [2.0]}, "purify": {"ms": more, "collectives": [2.0, 4.0]}}
+    found = {
+        "off": {"ms": off, "cpu_ms": more, "collectives": [2.0], "shared_bytes": [8]},
+        "purify": {"ms": more, "cpu_ms": more, "collectives": [2.0, 4.0], "shared_bytes": [24]},
+    }
     plain, purify = rows_of(ControlRanksOptions(), found)
-    assert (plain["extra"], plain["step_ms"]) == (0, 20)
+    assert (plain["extra"], plain["step_ms"], plain["target"], plain["met"]) == (0, 20, None, None)
     assert purify["extra"] == pytest.approx(0.5 / 6)
-    assert purify["collectives"] == 3
+    assert purify["extra_cpu"] == purify["extra_cpu_q3"] == 0
+    assert (purify["collectives"], purify["shared_bytes"], purify["met"]) == (3, 24, "no")
+    assert list(plain) == list(purify)
 
 
 @pytest.mark.slow
@@ -26,7 +31,9 @@ def test_two_ranks_under_all_settings():
     assert rows.keys() == SETTINGS.keys()
     assert all(row["step_ms"] > 0 for row in rows.values())
     assert {row["collectives"] for row in rows.values()} == {rows["off"]["collectives"]}  # whole gradients: none of their own
-    assert rows["off"]["extra"] == 0
+    assert rows["off"]["extra"] == rows["off"]["extra_cpu"] == 0
+    shared = {name: row["shared_bytes"] for name, row in rows.items()}
+    assert shared["off"] == shared["guard"] == shared["purify"] < shared["curvature"] < shared["scheduler"] < shared["all"]
 
 
 @pytest.mark.parametrize(

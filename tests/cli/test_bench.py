@@ -46,6 +46,8 @@ def test_tables_for_people(capfd):
         (["modalities", "--variants", "mhc"], "a list with residual"),
         (["precision", "--variants", "mch"], "did you mean 'mhc'?"),
         (["precision", "--dim", "255"], "model.dim: got 255"),
+        (["controls", "--controls", "curvatur"], "did you mean 'curvature'?"),
+        (["controls", "--ranks", "1"], "ranks: got 1"),
         (["layer", "--save", "/dev/null/x"], "save: got"),
     ],
 )

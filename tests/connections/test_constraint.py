@@ -336,3 +336,10 @@ def test_a_function_of_the_step_that_leaves_the_range_is_named():
 def test_an_unknown_control_is_named():
     with pytest.raises(lw.InputError, match=r"name: got 'curvatur'.*did you mean 'curvature'"):
         build("curvatur", gpt())
+
+
+def test_a_small_batch_measures_a_part_of_the_sample():
+    strides = [Measurement().stride(tokens) for tokens in (14, 512, 1023, 1024, 10**6)]
+    assert strides == [2, 2, 1, 1, 1]
+    assert Measurement(sample=256).stride(2048) == 2
+    assert Measurement(sample=16).stride(64) == 1

@@ -172,6 +172,35 @@ def test_a_chain_and_streams_made_again_are_site_after_site(names, single_pass, 
             assert a is b is None or torch.equal(a, b)
 
 
+class Writes(StreamControl):
+    """H_post times fixed numbers, which a site may also be told as a factor."""
+
+    def __init__(self, told: bool) -> None:
+        super().__init__()
+        self.told = told
+        self.numbers = torch.linspace(0.3, 1.2, N)
+
+    def write_factor(self, site, x):
+        return self.numbers if self.told else None
+
+    def forward(self, site, x, pre, post, res):
+        return pre, post * self.numbers, res
+
+
+@pytest.mark.parametrize(("manifold", "single_pass"), [("sinkhorn", False), ("sinkhorn", True), ("birkhoff", False)])
+def test_a_factor_of_writes_is_the_changed_map_bit_for_bit(manifold, single_pass):
+    sites, branches = stack(3, "", manifold=manifold, single_pass=single_pass)
+    x, gy, found = torch.randn(9, N, DIM, requires_grad=True), torch.randn(9, N, DIM), []
+    for told in (False, True):
+        for site in sites:
+            site.control = Writes(told)
+        with Ops() as ops:
+            found.append(grads_of(chained(sites, branches, x), x, sites, gy))
+        if manifold == "sinkhorn":
+            assert ("aten::cat" not in ops.names) == told
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_recompute_keeps_no_more_streams_where_post_and_res_are_controlled():
     def kept(names):
         sites, branches = stack(6, names)

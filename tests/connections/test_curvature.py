@@ -123,6 +123,18 @@ def test_many_clouds_are_each_alone():
     assert torch.equal(total[150], local_curvature(clouds[150:151], 4)[0][0])
 
 
+def test_a_stride_takes_every_so_many_tokens_with_neighbours_among_all():
+    clouds = torch.randn(3, 40, 6)
+    clouds[1, 4] = float("nan")
+    for stride in (2, 3):
+        total, count = local_curvature(clouds, 5, stride)
+        assert count.tolist() == [len(range(0, 40, stride)) - (i == 1 and 4 % stride == 0) for i in range(3)]
+        singles = torch.zeros(3)
+        for at in range(0, 40, stride):  # that token first, all others behind it: a stride as long as the cloud takes it alone
+            singles += local_curvature(torch.cat([clouds[:, at:], clouds[:, :at]], 1), 5, 40)[0]
+        torch.testing.assert_close(total, singles, rtol=1e-3, atol=1e-4)
+
+
 class HostReads(TorchDispatchMode):
     """Fails where a number goes to the host or a shape hangs on values: what a CUDA graph can't hold."""
 

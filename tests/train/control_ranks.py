@@ -20,6 +20,7 @@ from scheduler_ranks import all_runs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from laneway.bench.control_ranks import SETTINGS, ControlRanksOptions, Run
 from laneway.connections import shard_connections
 from laneway.connections.guard import PathNormGuard
 from laneway.connections.purify import GradientPurifier
@@ -28,6 +29,7 @@ from laneway.models.gpt import GPT, GPTConfig
 from laneway.rundir import RunDirectory
 from laneway.train import loop
 from laneway.train.config import TrainConfig
+from laneway.train.ranks import Ranks
 from laneway.train.settings import merge, read_toml
 
 RANKS = 2
@@ -130,6 +132,31 @@ def run(folder: Path, kind: str, name: str, control: dict[str, Any]) -> dict[str
     return {"counts": fault.counts, "purified": [row.get("purified_paths") for row in rows]}
 
 
+def counted(rank: int) -> dict[str, Any]:
+    """Collectives of each step under settings of the benchmark that have every control, and of DDP's own passes beside them."""
+    options = ControlRanksOptions(ranks=RANKS, dim=8, layers=2, batch=1, context=8)
+    ranks = Ranks(rank, rank, RANKS, torch.device("cpu"))
+    tokens = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(rank))
+    found: dict[str, Any] = {}
+    for name in ("off", "guard", "purify", "all"):
+        run, counts = Run(options, ranks, SETTINGS[name]), []
+
+        def own(run: Run = run) -> None:
+            run.parallel.call(tokens[:, :-1]).logsumexp(-1).mean().backward()
+            run.parallel.call.zero_grad()
+
+        for _ in range(2):  # in the second one DDP arranges its buckets anew
+            own()
+        for number in range(1, 7):  # with a measurement, and a check
+            begun = collectives()
+            own()
+            between = collectives()
+            run.step(number, (tokens[:, :-1], tokens[:, 1:]))
+            counts.append([between - begun, collectives() - between])
+        found[name] = counts
+    return found
+
+
 def rank_main(rank: int, name: str) -> None:
     folder = Path(name)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
@@ -138,6 +165,7 @@ def rank_main(rank: int, name: str) -> None:
     control = {"purify_every": 2, "purify_sample": 64, "verify_ranks": True}
     found = {
         "shards": in_shards(),
+        "counted": counted(rank),
         "ddp off": run(folder, "ddp", "a", {}),
         "ddp now": run(folder, "ddp", "b", control),
         "fsdp off": run(folder, "fsdp", "c", {}),

@@ -75,6 +75,11 @@ def test_a_guard_of_shards_takes_one_collective(ranks):
         assert whole == sharded == FAULT[step - 1]
 
 
+def test_a_step_under_any_control_takes_one_collective_beside_those_of_ddp(ranks):
+    for name, counts in ranks[0]["counted"].items():
+        assert [step - own for own, step in counts] == [1] * 6, name
+
+
 def test_in_a_run_whole_gradients_cost_no_collective(ranks):
     assert ranks[0]["ddp now"]["counts"] == ranks[0]["ddp off"]["counts"]
     assert ranks[0]["ddp now"]["purified"] == [int(fault) for fault in FAULT]

@@ -15,6 +15,7 @@ BENCHES = {
     "quality": "the same training run with different residuals: validation loss, step time, memory, gain",
     "stability": "which residual and which mechanism keeps a run alive: divergence, composite gain, recovery after faults",
     "symptoms": "runs that go wrong on purpose: what doctor finds, and whether the knob that it names cures them",
+    "controls": "what controls of streams and gradients cost, beside the hyper-connections alone and over several ranks",
     "modalities": "images, and images with text, with and without hyper-connections: accuracy, step time",
     "precision": "a training step in fp32 and under bf16 autocast: how many times faster, on which instructions",
     "convert": "a pretrained Llama goes on training: plain, converted with its maps alone, converted as a whole",

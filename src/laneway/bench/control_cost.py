@@ -3,7 +3,7 @@
 A chain of sites, forward and backward, around sub-layers that only halve what they read: the streams' part of a training step and
 nothing else. The plain residual, mHC, and mHC under each control take turns in one process. ``hyper_ms`` is mHC's time less the
 residual's; a control's ``overhead`` is its time less mHC's, as a fraction of that. A control that measures every k steps has two
-kinds of steps, timed apart (``watching`` and between); its time is the mean over the k.
+kinds of steps, timed apart (``watching`` and between); its time is the mean over the k. What curvature may cost is ``TARGET``.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from laneway.bench.timer import Samples, interleave
 from laneway.connections import HyperConnection, StreamChain
 from laneway.connections.constraint import CurvatureConstraint, Measurement
 from laneway.connections.controls import CONTROLS, build
+from laneway.connections.scheduler import ConnectionScheduler
 from laneway.core import Extension, InputError, choice, positive_int
 
 RESIDUAL, MHC = "residual", "mhc"
+TARGET = 0.05
 
 
 @dataclass(frozen=True)
 class ControlCostOptions:
     """What is measured."""
 
-    controls: tuple[str, ...] = ("constant", "curvature", "curvature-res")
+    controls: tuple[str, ...] = ("constant", "curvature", "curvature-res", "priorities", "scheduler")
     dim: int = 256
     streams: int = 4
     sites: int = 8
     tokens: int = 2048
     """Of a batch."""
     every: int = Measurement().every
-    """Steps between two measurements of curvature."""
+    """Steps between two measurements of curvature, or of the scheduler."""
     sample: int = Measurement().sample
     """Tokens of a measurement."""
     threads: int = 1
@@ -61,7 +63,7 @@ class ControlCostOptions:
 
 def quick(options: ControlCostOptions) -> ControlCostOptions:
     """At most half a minute on one core: few sites and few rounds."""
-    return replace(options, sites=min(options.sites, 4), tokens=min(options.tokens, 1024), seconds=10.0, quick=True)
+    return replace(options, sites=min(options.sites, 4), tokens=min(options.tokens, 1024), seconds=8.0, quick=True)
 
 
 class SiteStep:
@@ -77,7 +79,9 @@ class SiteStep:
         for site in self.sites:
             assert isinstance(site, HyperConnection)
             chain.leave(chain.enter(site) * 0.5)
-        torch.autograd.grad(chain.streams().sum(), [self.x, *self.sites.parameters()])
+        chain.streams().sum().backward()  # the scheduler reads what autograd leaves at its meters
+        self.x.grad = None
+        self.sites.zero_grad()
 
 
 @dataclass
@@ -108,7 +112,7 @@ def run(options: ControlCostOptions, progress: Callable[[str], None] = lambda li
             step = SiteStep(options, options.streams)
             control = build(name, step.sites, **_settings(name, options))
             variants[name] = ControlledStep(step, control, 2)
-            if isinstance(control, CurvatureConstraint):
+            if isinstance(control, CurvatureConstraint | ConnectionScheduler):
                 variants[f"{name} watching"] = ControlledStep(step, control, 1)
         progress(f"{', '.join(variants)}: about {options.seconds:.0f} s")
         samples = interleave(variants, seconds=options.seconds, min_rounds=5, max_rounds=1000, warmup=3)
@@ -121,6 +125,10 @@ def run(options: ControlCostOptions, progress: Callable[[str], None] = lambda li
 def _settings(name: str, options: ControlCostOptions) -> dict[str, Any]:
     if name == "constant":
         return {"strength": 0.8}
+    if name == "priorities":
+        return {"shares": (2.0, *[1.0] * (options.streams - 1))}
+    if name.startswith("scheduler"):
+        return {"every": options.every, "sample": options.sample}
     strength = {} if name == "curvature-auto" else {"strength": 0.3}
     return strength | {"measurement": Measurement(every=options.every, sample=options.sample)}
 
@@ -151,4 +159,10 @@ def _row(name: str, options: ControlCostOptions, samples: dict[str, Samples]) ->
         "overhead": statistics.median(extra) / hyper if controlled else None,
         "overhead_q1": extra[len(extra) // 4] / hyper if controlled else None,
         "overhead_q3": extra[(3 * len(extra)) // 4] / hyper if controlled else None,
+        **judged(TARGET if name.startswith("curvature") else None, statistics.median(extra) / hyper),
     }
+
+
+def judged(target: float | None, found: float) -> Row:
+    """Columns of a row: the most that may be spent, and whether it is kept to (yes, no); empty without a target."""
+    return {"target": target, "met": None if target is None else "yes" if found <= target else "no"}

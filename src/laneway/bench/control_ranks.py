@@ -2,8 +2,9 @@
 
 Processes on this machine, joined by gloo, train the same model with controls off and under each setting in turns, step by step,
 through the loop's own step: data-parallel gradients, the one collective for what ranks share, clipping, AdamW. ``extra`` is the
-paired difference to off, as a fraction of it, over one cycle of a setting's checks. Ranks share this machine's cores, so a
-step waits for the slowest of them.
+paired difference to off, as a fraction of it, over one cycle of a setting's checks, and ``extra_cpu`` the same in CPU time, the
+mean over the ranks. Ranks share this machine's cores, so a step waits for the slowest of them. What does not vary is counted:
+collectives, and the bytes of the one in which ranks share numbers. What controls may cost is ``TARGET``.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ import torch._dynamo  # DDP does: once, before the processes part
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from laneway.bench.control_cost import judged
 from laneway.bench.rows import Report, Row
 from laneway.core import Extension, LanewayError, SharesStatistics, choice, positive_int
 from laneway.models.gpt import GPT, GPTConfig
 from laneway.train.config import TrainConfig
 from laneway.train.control_config import ControlConfig
-from laneway.train.controls import build_controls
+from laneway.train.controls import build_controls, with_control
 from laneway.train.parallel import parallelise
 from laneway.train.ranks import Ranks
 from laneway.train.step import Stepper
@@ -43,8 +45,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "purify": {"purify_every": 6},
     "purify-late": {"purify_every": 6, "purify_screen": "late"},
     "curvature": {"curvature": 0.3},
-    "all": {"curvature": 0.3, "purify_every": 6, "purify_screen": "late"},
+    "scheduler": {"scheduler": True},
+    "all": {"curvature": 0.3, "scheduler": True, "purify_every": 6, "purify_screen": "late"},
 }
+TARGET = 0.03
 CYCLE = 24  # steps after which every setting has made whole rounds of its checks
 
 
@@ -77,8 +81,8 @@ class ControlRanksOptions:
 
 
 def quick(options: ControlRanksOptions) -> ControlRanksOptions:
-    """A couple of minutes on two cores."""
-    return replace(options, dim=64, layers=2, context=64, cycles=2, quick=True)
+    """Half a minute on one core: two ranks, a small model."""
+    return replace(options, ranks=min(options.ranks, 2), dim=64, layers=2, context=64, cycles=1, quick=True)
 
 
 def run(options: ControlRanksOptions, progress: Callable[[str], None] = lambda line: None) -> Report:
@@ -108,31 +112,43 @@ def run(options: ControlRanksOptions, progress: Callable[[str], None] = lambda l
 
 
 def rows_of(options: ControlRanksOptions, found: dict[str, dict[str, list[float]]]) -> list[Row]:
-    """A row for each setting, from the milliseconds and collectives of all counted steps."""
-    off = _cycles(found["off"]["ms"])
+    """A row for each setting, from the milliseconds (wall and CPU), collectives and shared bytes of all counted steps."""
     rows: list[Row] = []
     for name, steps in found.items():
-        ms = _cycles(steps["ms"])
-        extra = sorted((a - b) / b for a, b in zip(ms, off, strict=True))
+        ms, cpu = (_cycles(steps[clock]) for clock in ("ms", "cpu_ms"))
+        low, extra, high = _over(ms, _cycles(found["off"]["ms"]))
+        cpu_low, cpu_extra, cpu_high = _over(cpu, _cycles(found["off"]["cpu_ms"]))
         rows.append(
             {
                 "setting": name,
                 **{key: getattr(options, key) for key in ("parallel", "ranks", "dim", "layers", "batch", "context", "cycles")},
                 "step_ms": statistics.median(ms),
-                "extra": statistics.median(extra),
-                "extra_q1": extra[len(extra) // 4],
-                "extra_q3": extra[(3 * len(extra)) // 4],
+                "extra": extra,
+                "extra_q1": low,
+                "extra_q3": high,
+                "cpu_ms": statistics.median(cpu),
+                "extra_cpu": cpu_extra,
+                "extra_cpu_q1": cpu_low,
+                "extra_cpu_q3": cpu_high,
                 "collectives": statistics.mean(steps["collectives"]),
+                "shared_bytes": steps["shared_bytes"][0],
+                **judged(None if name == "off" else TARGET, extra),
             }
         )
     return rows
+
+
+def _over(ms: list[float], off: list[float]) -> tuple[float, float, float]:
+    """Quartiles and median (q1, median, q3) of what cycles took more than those of off, as a part of them."""
+    extra = sorted((a - b) / b for a, b in zip(ms, off, strict=True))
+    return extra[len(extra) // 4], statistics.median(extra), extra[(3 * len(extra)) // 4]
 
 
 def _cycles(ms: list[float]) -> list[float]:
     return [statistics.mean(ms[at : at + CYCLE]) for at in range(0, len(ms), CYCLE)]
 
 
-class _Run:
+class Run:
     """One setting: a model of its own, its controls, and the loop's step."""
 
     def __init__(self, options: ControlRanksOptions, ranks: Ranks, setting: dict[str, Any]) -> None:
@@ -140,7 +156,7 @@ class _Run:
         size = options.batch * options.ranks
         config = TrainConfig(model=model, parallel=options.parallel, batch_size=size, control=ControlConfig(**setting))
         torch.manual_seed(0)
-        self.parallel = parallelise(GPT(model), config, ranks)
+        self.parallel = parallelise(with_control(GPT(model), config.control), config, ranks)
         optimizer = make_optimizer(self.parallel, config.optimizer)
         self.stepper = Stepper(self.parallel, optimizer, ranks, options.batch, config.optimizer.clip_norm)
         self.controls: list[Extension] = build_controls(config.control, self.parallel, 1000, lambda kind, **fields: None)
@@ -150,6 +166,7 @@ class _Run:
         self.stepper.shared.seal()
 
     def step(self, number: int, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Step ``number`` ≥ 1, as the loop makes it."""
         for control in self.controls:
             control.on_step_begin(number)
         outcome = self.stepper(batch, 1e-3, False, lambda: self._after_backward(number))
@@ -174,19 +191,25 @@ def _rank(rank: int, name: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
     ranks = Ranks(rank, rank, options.ranks, torch.device("cpu"))
     settings = list(dict.fromkeys(("off", *options.settings)))
-    runs = {setting: _Run(options, ranks, SETTINGS[setting]) for setting in settings}
-    found: dict[str, dict[str, list[float]]] = {setting: {"ms": [], "collectives": []} for setting in settings}
+    runs = {setting: Run(options, ranks, SETTINGS[setting]) for setting in settings}
+    found: dict[str, dict[str, list[float]]] = {setting: {"ms": [], "cpu_ms": [], "collectives": []} for setting in settings}
     draw = torch.Generator().manual_seed(rank)
     for number in range(1, (options.cycles + 1) * CYCLE + 1):
         tokens = torch.randint(0, 256, (options.batch, options.context + 1), generator=draw)
         for turn in range(len(settings)):
             setting = settings[(turn + number) % len(settings)]
             dist.barrier()
-            begun, start = _collectives(), time.perf_counter()
+            begun, start, cpu = _collectives(), time.perf_counter(), time.process_time()
             runs[setting].step(number, (tokens[:, :-1], tokens[:, 1:]))
             if number > CYCLE:
                 found[setting]["ms"].append(1000 * (time.perf_counter() - start))
+                found[setting]["cpu_ms"].append(1000 * (time.process_time() - cpu))
                 found[setting]["collectives"].append(_collectives() - begun)
+    for setting, steps in found.items():
+        of_all = torch.tensor(steps["cpu_ms"], dtype=torch.float64)
+        dist.all_reduce(of_all)
+        steps["cpu_ms"] = (of_all / options.ranks).tolist()
+        steps["shared_bytes"] = [runs[setting].stepper.shared.nbytes]
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found), "utf-8")
     dist.barrier()

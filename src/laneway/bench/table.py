@@ -40,6 +40,10 @@ COLUMNS = {
     "stability_runs": ("variant", "condition", "seed", "diverged", "why", "nonfinite_steps", "val_loss", "gain_forward_max"),
     "symptoms": ("recipe", "seed", "turn", "knob", "found", "value", "limit", "completed", "loss", "val_loss", "peak_bytes",
                  "others"),
+    "control_cost": ("variant", "tokens", "dim", "sites", "rounds", "cpu_ms", "hyper_ms", "overhead", "overhead_q1",
+                     "overhead_q3", "target", "met"),
+    "control_ranks": ("setting", "parallel", "ranks", "step_ms", "extra", "extra_q1", "extra_q3", "extra_cpu", "extra_cpu_q1",
+                      "extra_cpu_q3", "collectives", "shared_bytes", "target", "met"),
     "quality_time": ("variant", "seed", "steps", "residual_steps", "step_time_over_residual", "val_loss", "residual_val_loss",
                      "val_loss_minus_residual"),
     "quality_context": ("variant", "seed", "from_position", "to_position", "loss", "perplexity"),
@@ -81,7 +85,7 @@ COLUMNS = {
 LEFT = (
     "variant", "compared", "dtype", "modality", "model", "trace", "mode", "policy", "solver", "faults", "figure", "over",
     "file", "size", "fitted_on", "tested_on", "name", "network", "scheme", "algorithm", "layout", "op", "native", "chosen",
-    "condition", "why", "recipe", "knob", "others",
+    "condition", "why", "recipe", "knob", "others", "setting", "parallel", "met",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import tyro
 from laneway.bench import BENCHES
 from laneway.cli._bench_adaptation import adaptation_job
 from laneway.cli._bench_collectives import collectives_job, prediction_job
+from laneway.cli._bench_controls import controls_job
 from laneway.cli._bench_dropping import dropping_job
 from laneway.cli._bench_job import Job, job_of, names_of
 from laneway.cli._bench_quality import quality_job, stability_job
@@ -333,6 +334,7 @@ COMMANDS = {
     "quality": quality_job,
     "stability": stability_job,
     "symptoms": symptoms_job,
+    "controls": controls_job,
     "modalities": _modalities,
     "precision": _precision,
     "hf": _hf,

@@ -27,6 +27,7 @@ from laneway.connections.tuning import AutoStrength, linear_strength
 from laneway.core import InputError, choice, positive_int
 
 NAME = "curvature"  # of the shared statistics
+TOKENS, FEWEST = 16, 32  # tokens of a batch for each whose curvature is measured; how many are in any case
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Measurement:
     every: int = 8
     """Steps between two measurements."""
     sample: int = 64
-    """Tokens, for each stream and rank."""
+    """Tokens, for each stream and rank. κ is the mean over all of them where a forward pass has ``TOKENS`` for each, and over
+    a part of them where it has fewer, so that a small batch costs less."""
     neighbours: int = 12
     """Neighbours k that reconstruct a token."""
     projection: int | None = None
@@ -51,6 +53,10 @@ class Measurement:
     def dims(self, widths: set[int]) -> int:
         """Dimensions for streams of these widths."""
         return min(16, *widths) if self.projection is None else self.projection
+
+    def stride(self, tokens: int) -> int:
+        """κ is the mean over each so many-th token of the sample, in a forward pass over so many tokens."""
+        return max(self.sample // max(tokens // TOKENS, FEWEST), 1)
 
     def samplers(self, widths: set[int]) -> nn.ModuleDict:
         """One for each width of streams, under its number; raises InputError where a field is out of range."""
@@ -83,12 +89,23 @@ class CurvatureGate(FixedGate):
         super().__init__(streams, res)
         self.acting = self.watching = False
         self.take, self.points = take, points
+        self.tokens = 0
 
     def forward(self, site: HyperConnection, x: Tensor, pre: Tensor, post: Tensor, res: Tensor) -> Maps:
         """(H_pre, H_post, H_res) of this pass."""
-        if self.watching:
-            self.points.copy_(self.take(x.detach()))
+        self._watch(x)
         return super().forward(site, x, pre, post, res)
+
+    def write_factor(self, site: HyperConnection, x: Tensor) -> Tensor | None:
+        """The gate, where it leaves H_res alone."""
+        if (found := super().write_factor(site, x)) is not None:
+            self._watch(x)
+        return found
+
+    def _watch(self, x: Tensor) -> None:
+        if self.watching:
+            self.tokens = x.shape[:-2].numel()
+            self.points.copy_(self.take(x.detach()))
 
 
 class CurvatureConstraint(LateSums):
@@ -168,7 +185,8 @@ class CurvatureConstraint(LateSums):
         if not self._watching:
             return
         self._watch(False)
-        self.measured(torch.cat(local_curvature(self.points, self.measurement.neighbours)).float())
+        stride = self.measurement.stride(max(gate.tokens for gate in self.gates))
+        self.measured(torch.cat(local_curvature(self.points, self.measurement.neighbours, stride)).float())
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
         """``curvature`` and ``gate`` [sites][streams] and ``lambda`` of this step."""
@@ -205,6 +223,8 @@ class CurvatureConstraint(LateSums):
         self._telemetry.take(self.curvature, found)
 
     def _watch(self, on: bool) -> None:
+        if not on and not self._watching:
+            return
         self._watching = on
         if on:
             self.points.fill_(float("nan"))
@@ -219,6 +239,7 @@ class Telemetry:
     streams: list[int]
     device: torch.device
     host: Tensor = field(init=False)
+    _row: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.host = torch.full((2, sum(self.streams)), float("nan"), pin_memory=self.device.type == "cuda")
@@ -226,11 +247,14 @@ class Telemetry:
     def take(self, curvature: Tensor, gate: Tensor) -> None:
         """κ and g of every path."""
         self.host.copy_(torch.stack([curvature, gate]), non_blocking=True)
+        self._row = None
 
     def row(self) -> dict[str, Any]:
         """[sites][streams], None for what was not measured yet."""
-        curvature, gate = ([part.tolist() for part in line.split(self.streams)] for line in self.host)
-        return {"curvature": [[None if k != k else k for k in site] for site in curvature], "gate": gate}
+        if self._row is None:
+            curvature, gate = ([part.tolist() for part in line.split(self.streams)] for line in self.host)
+            self._row = {"curvature": [[None if k != k else k for k in site] for site in curvature], "gate": gate}
+        return dict(self._row)
 
     def mean(self) -> float | None:
         """Mean κ, None before the first measurement."""

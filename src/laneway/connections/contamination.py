@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,12 +100,15 @@ class History:
         self.steps = torch.zeros(paths, dtype=torch.int64)
         self.peaks = torch.full((paths, WINDOW), math.nan, dtype=torch.float64)
         self.distances = torch.full((paths, WINDOW), math.nan, dtype=torch.float64)
+        self._norm: Tensor | None = None
+        self._spread: Tensor | None = None
 
     def habit(self, settings: Settings) -> Tensor:
         """How far a path has strayed from its usual norm or distribution lately, without being contaminated."""
-        spread = self.norms.nan_to_num(-math.inf).amax(1) - self.norm
-        habit = torch.maximum(spread, self.distances.nan_to_num(0.0).amax(1)).nan_to_num(0.0)
-        return habit.clamp(0.0, 1.5 * settings.floor)
+        if self._spread is None:
+            spread = self.norms.nan_to_num(-math.inf).amax(1) - self.norm
+            self._spread = torch.maximum(spread, self.distances.nan_to_num(0.0).amax(1)).nan_to_num(0.0)
+        return self._spread.clamp(0.0, 1.5 * settings.floor)
 
     @property
     def mature(self) -> Tensor:
@@ -114,7 +118,9 @@ class History:
     @property
     def norm(self) -> Tensor:
         """The usual norm of each path: the median of its last ones."""
-        return self.norms.nanmedian(1).values
+        if self._norm is None:
+            self._norm = self.norms.nanmedian(1).values
+        return self._norm
 
     def add_norms(self, norms: Tensor, held: dict[int, float]) -> None:
         """A step's norms; of contaminated paths at most what ``held`` says. Without a past, what they had so far is forgotten."""
@@ -123,8 +129,8 @@ class History:
             norms[path] = norms[path].clamp_max(most)
             if not self.mature[path]:
                 self.norms[path] = math.nan
-        _push(self.norms, self.steps, norms)
-        self.steps += norms.isfinite()
+        self.steps += _push(self.norms, self.steps, norms)
+        self._norm = self._spread = None
 
     def add_check(self, reading: Reading, verdict: Verdict, settings: Settings) -> None:
         """A check's quantiles and peaks; of flagged paths what was expected, and ``release``."""
@@ -137,20 +143,27 @@ class History:
         _push(self.peaks, self.checks, torch.where(usable, peaks, math.nan))
         _push(self.distances, self.checks, torch.where(usable & ~flagged, verdict.distance, math.nan))
         self.checks += usable
+        self._spread = None
 
     def state_dict(self) -> dict[str, Any]:
         """All of it."""
-        return {name: value.clone() for name, value in vars(self).items()}
+        return {name: value.clone() for name, value in self._kept().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo of ``state_dict``."""
-        for name, value in vars(self).items():
+        for name, value in self._kept().items():
             value.copy_(state[name])
+        self._norm = self._spread = None
+
+    def _kept(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
-def _push(ring: Tensor, counts: Tensor, values: Tensor) -> None:
-    fine = values.isfinite().nonzero().flatten()
-    ring[fine, counts[fine] % ring.shape[1]] = values[fine]
+def _push(ring: Tensor, counts: Tensor, values: Tensor) -> Tensor:
+    """Put the finite ``values`` in their places; returns which are."""
+    fine = np.isfinite(values.numpy())
+    ring.numpy()[fine, counts.numpy()[fine] % ring.shape[1]] = values.numpy()[fine]
+    return torch.from_numpy(fine)
 
 
 def suspicious(norms: Tensor, history: History, episode: Tensor, settings: Settings) -> Tensor:
@@ -159,13 +172,10 @@ def suspicious(norms: Tensor, history: History, episode: Tensor, settings: Setti
     ``norms`` are logarithms; −inf stands for no gradient. ``episode``: paths that were contaminated when they were last checked.
     """
     leap, odd = norms - history.norm, norms.isnan() | norms.isposinf()
-    known = leap.isfinite() & (history.steps >= YOUNG)
-    if not known.any():
-        return odd
-    over = leap - leap[known].median()
-    threshold = robust_threshold(over, known, settings.floor, settings.zeta)
-    limit = (threshold + history.habit(settings)) * torch.where(episode, STAY, 1.0)
-    return (known & (over > limit)) | odd
+    known = (leap.isfinite() & (history.steps >= YOUNG))[None]
+    over = (leap - medians(leap[None], known, lower=True))[0]
+    limit = (_thresholds(over[None], known, settings.floor, settings.zeta)[0] + history.habit(settings)) * _stay(episode)
+    return (known[0] & (over > limit)) | odd
 
 
 def judge(reading: Reading, history: History, kinds: Sequence[Sequence[int]], episode: Tensor, settings: Settings) -> Verdict:
@@ -178,98 +188,137 @@ def judge(reading: Reading, history: History, kinds: Sequence[Sequence[int]], ep
         episode: [paths], which were contaminated when they were last checked.
         settings: what counts.
     """
-    paths = len(reading.norms)
-    score, distance = torch.zeros(2, paths, dtype=torch.float64)
-    target = reading.quantiles.clone()
-    norm, peak = reading.norms.clone(), reading.peaks.clone()
     usable = reading.usable
-    known = usable & history.mature
+    paths = torch.zeros(len(kinds), max(map(len, kinds)), dtype=torch.int64)  # one line a kind, filled up with path 0
+    there = torch.zeros_like(paths, dtype=torch.bool)
+    for line, kind in enumerate(kinds):
+        paths[line, : len(kind)] = torch.tensor(kind)
+        there[line, : len(kind)] = usable[paths[line, : len(kind)]]
+    drift = _common_drift(reading, history, usable & history.mature)
     fresh = episode | (history.checks == 0) | (history.steps < YOUNG)
-    drift = _common_drift(reading, history, known)
-    for kind in kinds:
-        here = torch.tensor([path for path in kind if usable[path]], dtype=torch.int64)
-        if len(here) == 0:
-            continue
-        found = _Kind(reading, history, here, known[here], fresh[here], drift, settings)
-        score[here], distance[here] = found.score, found.distance
-        target[here], norm[here], peak[here] = found.target, found.norm, found.peak
-    return Verdict(torch.where(episode, score / STAY, score), distance, target, norm, peak)
+    found, at = _Kinds(reading, history, paths, there, fresh[paths], drift, settings), paths[there]
+
+    def spread(values: Tensor, others: Tensor) -> Tensor:
+        others = others.clone()
+        others[at] = values[there]
+        return others
+
+    nothing = torch.zeros_like(reading.norms)
+    return Verdict(
+        spread(found.score, nothing) / _stay(episode),
+        spread(found.distance, nothing),
+        spread(found.target, reading.quantiles),
+        spread(found.norm, reading.norms),
+        spread(found.peak, reading.peaks),
+    )
 
 
-def _common_drift(reading: Reading, history: History, known: Tensor) -> tuple[float, float]:
-    """How far all paths have moved since their past: medians of the mean over levels, and of the norm."""
-    if not known.any():
-        return 0.0, 0.0
-    moved = (reading.quantiles - history.mean)[known].mean(1).median().item()
-    return moved, (reading.norms - history.norm)[known].median().item()
+def _stay(episode: Tensor) -> Tensor:
+    return torch.where(episode, STAY, 1.0).double()
 
 
-class _Kind:
-    """The usable paths of one kind, judged together."""
+def _common_drift(reading: Reading, history: History, known: Tensor) -> tuple[Tensor, Tensor]:
+    """How far all paths have moved since their past: medians of the mean over levels, and of the norm; 0 without a past."""
+    moved = torch.stack([(reading.quantiles - history.mean).mean(1), reading.norms - history.norm])
+    levels, norm = medians(moved, known.expand_as(moved), lower=True).nan_to_num(0.0)[:, 0]
+    return levels, norm
+
+
+class _Kinds:
+    """The usable paths of all kinds, one line a kind: all that is compared is compared within a line.
+
+    ``paths`` [kinds, most paths of one]; ``there``: which of them count; ``fresh``: which were not found fine before.
+    """
 
     def __init__(
         self,
         reading: Reading,
         history: History,
-        here: Tensor,
-        known: Tensor,
+        paths: Tensor,
+        there: Tensor,
         fresh: Tensor,
-        drift: tuple[float, float],
+        drift: tuple[Tensor, Tensor],
         settings: Settings,
     ) -> None:
-        self.settings, self.known = settings, known
-        self.q, self.n = reading.quantiles[here], reading.norms[here]
-        self.past, self.usual, self.habit = history.mean[here], history.norm[here], history.habit(settings)[here]
+        self.settings, self.there, self.known = settings, there, there & history.mature[paths]
+        self.q, self.n = reading.quantiles[paths], reading.norms[paths]
+        self.past, self.usual, self.habit = history.mean[paths], history.norm[paths], history.habit(settings)[paths]
         across, strict, self.centre = self._cross()
         self.distance, self.expected = self._temporal(drift)
-        after = self.distance / (self._threshold(self.distance, known, settings.floor) + self.habit)
-        young = torch.minimum(strict, self._leap(~fresh) / (settings.floor + self.habit))
-        self.score = torch.where(known, torch.minimum(after, across), young)
-        self.target = torch.where(known[:, None], self.expected, self.centre)
-        middle = self.n.quantile(0.5)
-        self.norm = torch.where(known, history.norms[here].nanquantile(0.9, dim=1), middle)
-        past_peak = history.peaks[here].nan_to_num(-math.inf).amax(1)
-        self.peak = torch.where(known, past_peak, reading.peaks[here].quantile(0.5))
+        after = self.distance / (self._threshold(self.distance, self.known, settings.floor) + self.habit)
+        young = torch.minimum(strict, self._leap(there & ~fresh) / (settings.floor + self.habit))
+        self.score = torch.where(self.known, torch.minimum(after, across), young)
+        self.target = torch.where(self.known[..., None], self.expected, self.centre)
+        self.norm = torch.where(self.known, _high(history.norms)[paths], medians(self.n, there))
+        past_peak = history.peaks.nan_to_num(-math.inf).amax(1)[paths]
+        self.peak = torch.where(self.known, past_peak, medians(reading.peaks[paths], there))
 
     def _cross(self) -> tuple[Tensor, Tensor, Tensor]:
         """Against the peers: distance over its threshold with and without a past, and the peers' barycentre."""
-        if len(self.q) < FEWEST:
-            return torch.full_like(self.n, math.inf), torch.zeros_like(self.n), self.q
-        floor, everyone = self.settings.floor, torch.ones_like(self.known)
-        rough = excess(self.q, self.q.quantile(0.5, dim=0))
-        centre = barycentre(self.q, rough - rough.quantile(0.5) < self._threshold(rough, everyone, floor))
-        raw = torch.maximum(excess(self.q, centre), self.n - self.n.quantile(0.5))
-        raw = raw - raw.quantile(0.5)
-        return raw / floor, raw / self._threshold(raw, everyone, self.settings.young_floor), centre
+        floor, there = self.settings.floor, self.there
+        centre = barycentre(self.q, self._usual(excess(self.q, medians(self.q, there)), there))
+        raw = torch.maximum(excess(self.q, centre), self.n - medians(self.n, there))
+        raw = raw - medians(raw, there)
+        strict = raw / self._threshold(raw, there, self.settings.young_floor)
+        peers = there.sum(1, keepdim=True) >= FEWEST
+        centre = torch.where(peers[..., None], centre, self.q)
+        return torch.where(peers, raw / floor, math.inf), torch.where(peers, strict, 0.0), centre
 
     def _leap(self, measured: Tensor) -> Tensor:
         """Of the norm over its usual one, further than the others' leap; infinite for those that were not ``measured`` before."""
         leap = self.n - self.usual
-        common = leap[measured].quantile(0.5).clamp_min(0) if int(measured.sum()) >= FEWEST else 0.0
+        common = torch.where(measured.sum(1, keepdim=True) >= FEWEST, medians(leap, measured).clamp_min(0), 0.0)
         return torch.where(measured, leap - common, math.inf)
 
-    def _temporal(self, drift: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    def _temporal(self, drift: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Against the own past, moved as the peers moved: distance, and that past."""
-        moved, leap, floor = self.q - self.past, self.n - self.usual, self.settings.floor
-        common = moved.new_full((len(moved), 1), drift[0])
-        if int(self.known.sum()) >= FEWEST:
-            rough = excess(moved, moved[self.known].quantile(0.5, dim=0))
-            common = barycentre(
-                moved, self.known & (rough - rough[self.known].quantile(0.5) < self._threshold(rough, self.known, floor))
-            )
-            leap = leap - leap[self.known].quantile(0.5)
-        else:
-            leap = leap - drift[1]
-        distance = torch.maximum(excess(moved, common.expand_as(moved)), leap)
-        return torch.where(self.known, distance, 0.0), self.past + common
+        moved, leap, known = self.q - self.past, self.n - self.usual, self.known
+        peers = known.sum(1, keepdim=True) >= FEWEST
+        rough = excess(moved, medians(moved, known))
+        common = torch.where(peers[..., None], barycentre(moved, self._usual(rough, known)), drift[0])
+        leap = leap - torch.where(peers, medians(leap, known), drift[1])
+        distance = torch.maximum(excess(moved, common), leap)
+        return torch.where(known, distance, 0.0), self.past + common
 
-    def _threshold(self, distances: Tensor, among: Tensor, floor: float) -> float:
-        return robust_threshold(distances, among, floor, self.settings.zeta)
+    def _usual(self, rough: Tensor, among: Tensor) -> Tensor:
+        """Those ``among`` the paths that are no outliers by a rough distance."""
+        return among & (rough - medians(rough, among) < self._threshold(rough, among, self.settings.floor))
+
+    def _threshold(self, distances: Tensor, among: Tensor, floor: float) -> Tensor:
+        return _thresholds(distances, among, floor, self.settings.zeta)
 
 
-def robust_threshold(distances: Tensor, among: Tensor, floor: float, zeta: float) -> float:
-    """``zeta`` deviations, by the median absolute deviation of the paths ``among``; at least ``floor``, all there is of few."""
-    if int(among.sum()) < FEWEST:
-        return floor
-    deviation = MAD * (distances[among] - distances[among].quantile(0.5)).abs().quantile(0.5)
-    return max(floor, zeta * deviation.item())
+def _thresholds(distances: Tensor, among: Tensor, floor: float, zeta: float) -> Tensor:
+    """``zeta`` deviations, by the median absolute deviation of the paths ``among``; at least ``floor``, all there is of few.
+
+    [kinds, paths] → [kinds, 1].
+    """
+    deviation = zeta * MAD * medians((distances - medians(distances, among)).abs(), among)
+    few = among.sum(1, keepdim=True) < FEWEST
+    return torch.where(few, floor, deviation.clamp_min(floor))
+
+
+def medians(values: Tensor, among: Tensor, lower: bool = False) -> Tensor:
+    """The median over dim 1 of [kinds, paths, …] of those ``among`` [kinds, paths] → [kinds, 1, …]; NaN of none.
+
+    Of an even number the ``lower`` of the two middle ones, or their mean.
+    """
+    found, counts = values.numpy(), among.numpy().sum(1)  # numpy: these are hundreds of small operations
+    middle = np.full((len(found), 1, *found.shape[2:]), np.nan)
+    ordered = np.sort(np.where(among.numpy().reshape(*among.shape, *[1] * (found.ndim - 2)), found, np.inf), 1)
+    with np.errstate(invalid="ignore"):
+        for line, count in enumerate(counts):
+            if count:
+                low, high = ordered[line, (count - 1) // 2], ordered[line, count // 2]
+                middle[line, 0] = low if lower else (low + high) / 2
+    return torch.from_numpy(middle)
+
+
+def _high(norms: Tensor) -> Tensor:
+    """The 0.9-quantile over each line of [paths, WINDOW], NaNs left out."""
+    ordered = norms.sort(1).values  # NaN comes last
+    place = 0.9 * (norms.isfinite().sum(1, keepdim=True) - 1).clamp_min(0).double()
+    below = place.long()
+    low, high = ordered.gather(1, below), ordered.gather(1, (below + 1).clamp_max(norms.shape[1] - 1))
+    part = place - below
+    return torch.where(part > 0, torch.lerp(low, high, part), low)[:, 0]

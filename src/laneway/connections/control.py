@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from laneway.connections.ops import _exact, _fresh, _token
+from laneway.connections.backends import backend_for
+from laneway.connections.ops import _exact, _flat, _fresh, _token
 from laneway.core import InputError
 
 if TYPE_CHECKING:
@@ -42,6 +44,13 @@ class StreamControl(nn.Module):
     def forward(self, site: HyperConnection, x: Tensor, pre: Tensor, post: Tensor, res: Tensor) -> Maps:
         """(H_pre, H_post, H_res) of this pass."""
         raise NotImplementedError
+
+    def write_factor(self, site: HyperConnection, x: Tensor) -> Tensor | None:
+        """Where all that a pass changes is H_post, stream by stream and alike for all tokens: what it is multiplied by, [n].
+
+        At a site with Sinkhorn maps that takes one operation, and ``forward`` isn't called. None: ``forward`` is.
+        """
+        return None
 
 
 class ControlStack(StreamControl):
@@ -112,7 +121,15 @@ def control_parts(control: nn.Module | None) -> list[StreamControl]:
 
 def apply_control(site: HyperConnection, x: Tensor, h: Tensor, merge: Merge) -> Tensor:
     """Let the site's control change what ``merge`` holds; returns h, with the change of H_pre mixed in."""
-    pre, post, res = merge.pre_map if merge.maps is None else merge.pre, merge.post, merge.res
+    n = site.streams
+    if merge.maps is None:
+        pre, post, res = merge.pre_map, merge.post, merge.res
+    elif site.control is not None and (factor := site.control.write_factor(site, x)) is not None:
+        merge.maps = merge.maps * pad(factor.to(merge.maps.dtype), (n, n * n), value=1.0)
+        return h
+    else:  # split: its backward is one operation
+        pre, post, res = merge.maps.split([n, n, n * n], 1)
+        res = res.unflatten(1, (n, n))
     if site.control is None or pre is None or post is None or res is None:
         return h
     with torch.autocast(x.device.type, enabled=False):
@@ -158,8 +175,9 @@ def _(x, res):
 @_exact
 def res_token_backward(gy: Tensor, res: Tensor) -> Tensor:
     """H_resᵀ gy, […, n, C]."""
-    rows = gy.reshape(res.shape[0], *gy.shape[-2:]).to(res.dtype)
-    return (res.mT @ rows).to(gy.dtype).view(gy.shape)
+    rows = _flat(gy, 2)
+    maps = pad(res.mT.flatten(1), (2 * gy.shape[-2], 0))  # writes nothing: a post-mix of the gradient alone
+    return backend_for(rows).post(rows, rows.new_zeros(len(rows), gy.shape[-1]), maps).view(gy.shape)
 
 
 @res_token_backward.register_fake

@@ -29,8 +29,10 @@ SQUARINGS = 5  # 2⁵ = 32 steps of gradient descent
 CHUNK = 128  # clouds at a time, which bounds the memory
 
 
-def local_curvature(points: Tensor, neighbours: int) -> tuple[Tensor, Tensor]:
+def local_curvature(points: Tensor, neighbours: int, stride: int = 1) -> tuple[Tensor, Tensor]:
     """Clouds [B, S, d] → (Σ κ_i, number of tokens in the sum), each [B]; κ is the first over the second.
+
+    ``stride``: κ_i of every so many tokens only, whose neighbours are found among all.
 
     Computed in fp32 (float64 for float64 points). A cloud with too few distinct finite tokens for one neighbourhood has 0 of 0.
 
@@ -40,7 +42,7 @@ def local_curvature(points: Tensor, neighbours: int) -> tuple[Tensor, Tensor]:
     check_neighbours(neighbours, points.shape[1])
     dtype = torch.float64 if points.dtype == torch.float64 else torch.float32
     with torch.no_grad(), torch.autocast(points.device.type, enabled=False):
-        parts = [_chunk(chunk.to(dtype), neighbours) for chunk in points.split(CHUNK)]
+        parts = [_chunk(chunk.to(dtype), neighbours, stride) for chunk in points.split(CHUNK)]
         return torch.cat([total for total, _ in parts]), torch.cat([count for _, count in parts])
 
 
@@ -52,16 +54,15 @@ def check_neighbours(neighbours: int, sample: int) -> None:
         raise InputError("sample", sample, f"more tokens than neighbours = {neighbours}")
 
 
-def _chunk(points: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _chunk(points: Tensor, k: int, stride: int) -> tuple[Tensor, Tensor]:
     z, valid = _centred(points)
-    offsets, usable = _offsets(z, valid, k)
+    offsets, usable = _offsets(z, valid, k, stride)
     gram = offsets @ offsets.mT
-    trace = offsets.square().sum((-1, -2))
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     usable = usable & (trace > 0) & torch.isfinite(trace)
-    gram = torch.where(usable[..., None, None], gram, 0)
     trace = torch.where(usable, trace, 1)
-    residual = torch.where(usable[..., None, None], offsets, 0) * _weights(gram / trace[..., None, None])[..., None]
-    kappa = residual.sum(-2).square().sum(-1).mul(k).div(trace).sqrt().clamp(max=1)
+    residual = offsets.mul_(_weights(gram.div_(trace[..., None, None]))[..., None]).sum(-2)
+    kappa = residual.square().sum(-1).mul(k).div(trace).sqrt().clamp(max=1)
     return torch.where(usable, kappa, 0).sum(-1), usable.sum(-1).to(kappa.dtype)
 
 
@@ -85,15 +86,16 @@ def _median(z: Tensor, valid: Tensor) -> Tensor:
     return size.argsort(-1).gather(-1, middle[:, None]).squeeze(-1)
 
 
-def _offsets(z: Tensor, valid: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """[B, S, k, d] from each token to its k nearest, and which tokens have that many, [B, S]."""
-    square = z.square().sum(-1)
-    sizes = square[:, :, None] + square[:, None, :]
-    distance = torch.baddbmm(sizes, z, z.mT, alpha=-2)
+def _offsets(z: Tensor, valid: Tensor, k: int, stride: int) -> tuple[Tensor, Tensor]:
+    """[B, s, k, d] from each ``stride``-th token to its k nearest, and which tokens have that many, [B, s]."""
+    square, here = z.square().sum(-1), z[:, ::stride]
+    sizes = square[:, ::stride, None] + square[:, None, :]
+    distance = torch.baddbmm(sizes, here, z.mT, alpha=-2)
     apart = distance > 8 * torch.finfo(z.dtype).eps * sizes  # False for NaN, and for a token and itself
-    near = torch.where(apart & valid[:, None, :], distance, float("inf")).topk(k, largest=False)
-    rows = torch.arange(len(z), device=z.device)[:, None, None]
-    return z[rows, near.indices] - z[:, :, None], valid & torch.isfinite(near.values[..., -1])
+    near = torch.where(apart & valid[:, None, :], distance, float("inf")).topk(k, largest=False, sorted=False)
+    rows = torch.arange(len(z), device=z.device)[:, None, None] * z.shape[1]
+    found = z.flatten(0, 1).index_select(0, (rows + near.indices).flatten()).view(*near.indices.shape, -1)
+    return found.sub_(here[:, :, None]), valid[:, ::stride] & torch.isfinite(near.values).all(-1)
 
 
 def _weights(gram: Tensor) -> Tensor:

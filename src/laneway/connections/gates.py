@@ -76,6 +76,10 @@ class FixedGate(StreamControl):
         self.register_buffer("gate", torch.ones(positive_int("streams", streams), dtype=torch.float32))
         self.register_buffer("moves_res", torch.tensor(True) if res else None)
 
+    def write_factor(self, site: HyperConnection, x: Tensor) -> Tensor | None:
+        """The gate, where it leaves H_res alone."""
+        return self.gate if self.acting and self.moves_res is None else None
+
     def forward(self, site: HyperConnection, x: Tensor, pre: Tensor, post: Tensor, res: Tensor) -> Maps:
         """(H_pre, H_post, H_res) of this pass."""
         if not self.acting:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from laneway.connections.paths import Path, Piece
 from laneway.core import InputError, LanewayError
+
+MOST_ROWS = 256  # of a parameter that is split among paths, up to which one operation takes the norm of every row
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,56 @@ class View:
     counts: bool
 
 
+@dataclass(frozen=True)
+class Part:
+    """Rows ``start`` to ``stop`` of a parameter on this rank, which are a path's."""
+
+    path: int
+    piece: Piece
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All parts of one parameter. ``counts``: whether this rank adds them to a sum."""
+
+    parts: tuple[Part, ...]
+    rows: int
+    counts: bool
+
+    @cached_property
+    def by_row(self) -> bool:
+        """Whether norms are taken row by row, all parts in one operation."""
+        return len(self.parts) > 1 and self.rows <= MOST_ROWS
+
+    @cached_property
+    def thin(self) -> bool:
+        """Whether a row is one number, so that it is its own norm."""
+        return self.by_row and self.parts[0].piece.parameter.ndim == 1
+
+    @property
+    def owners(self) -> list[int]:
+        """The path of each norm that is taken; −1: of none."""
+        if not self.by_row:
+            return [part.path for part in self.parts]
+        found = [-1] * self.rows
+        for part in self.parts:
+            found[part.start : part.stop] = [part.path] * (part.stop - part.start)
+        return found
+
+    def views(self, gradient: Tensor) -> list[Tensor]:
+        """The gradient's parts."""
+        return [gradient if part.stop - part.start == self.rows else gradient[part.start : part.stop] for part in self.parts]
+
+    def norms(self, gradient: Tensor, order: float, dtype: torch.dtype) -> list[Tensor]:
+        """The norms, each one-dimensional: as many numbers as ``owners``."""
+        if self.by_row:
+            return [_norm(gradient.reshape(self.rows, -1), order, dtype)]
+        return [_norm(view.reshape(1, -1), order, dtype) for view in self.views(gradient)]
+
+
 class PathGradients:
     """Finds the gradients of paths after each backward pass, and sums over them.
 
@@ -53,15 +106,16 @@ class PathGradients:
         if not self.paths or not all(isinstance(path, Path) for path in self.paths):
             raise InputError("paths", self.paths, "a model, or one or more of its paths")
         self.groups: list[dist.ProcessGroup] = []
-        self.views: list[View] = []
-        self._rows: dict[nn.Parameter, Rows] | None = None
+        self._known: dict[nn.Parameter, Parts] | None = None
+        self._found: list[tuple[Parts, Tensor]] = []
+        self._views: list[View] | None = None
         self._table: tuple[tuple[int, ...], Tensor] | None = None
         self._owners: tuple[tuple[tuple[int, ...], tuple[int, ...]], Tensor] | None = None
 
     @property
     def sharded(self) -> bool:
         """Whether a sum takes a collective."""
-        self._known()
+        self._parts()
         return bool(self.groups)
 
     @property
@@ -76,22 +130,22 @@ class PathGradients:
 
     def look(self) -> None:
         """Find the gradients as they are now. Call it again after each backward pass: they are other tensors then."""
-        known = self._known()
-        whole: dict[nn.Parameter, Tensor] = {}
-        self.views = []
-        for index, path in enumerate(self.paths):
-            for piece in path.pieces:
-                parameter, rows = piece.parameter, known[piece.parameter]
-                if (gradient := parameter.grad) is None:
-                    continue
-                if parameter not in whole:
-                    whole[parameter] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                start, stop = max(piece.start - rows.first, 0), min(piece.stop - rows.first, rows.count)
-                if stop <= start:
-                    continue
-                data = whole[parameter] if (start, stop) == (0, rows.count) else whole[parameter][start:stop]
-                offset = (rows.first + start - piece.start) * piece.width
-                self.views.append(View(index, piece, data, offset, rows.counts))
+        self._found, self._views = [], None
+        for parameter, parts in self._parts().items():
+            if (gradient := parameter.grad) is not None:
+                self._found.append((parts, gradient.to_local() if isinstance(gradient, DTensor) else gradient))
+
+    @property
+    def views(self) -> list[View]:
+        """What ``look`` found, path after path."""
+        if self._views is None:
+            found = [
+                View(part.path, part.piece, data, part.offset, parts.counts)
+                for parts, gradient in self._found
+                for part, data in zip(parts.parts, parts.views(gradient), strict=True)
+            ]
+            self._views = sorted(found, key=lambda view: view.path)
+        return self._views
 
     def of(self, path: int) -> list[View]:
         """The views of one path."""
@@ -103,11 +157,11 @@ class PathGradients:
 
     def squares(self) -> Tensor:
         """What this rank adds to the squares of ``norms``."""
-        return self._per_view(2.0).square().sum(1)
+        return self._by_path(2.0).square().sum(1)
 
     def peaks(self) -> Tensor:
         """The largest magnitude of each path on this rank, fp32 [paths]; NaN or inf where one is."""
-        return self._per_view(math.inf).amax(1)
+        return self._by_path(math.inf).amax(1)
 
     def owners(self, paths: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """The path of each number where ``sizes`` numbers of each of ``paths`` lie one behind the other."""
@@ -122,31 +176,44 @@ class PathGradients:
             dist.all_reduce(values, op, group=group)
         return values
 
-    def _per_view(self, order: float) -> Tensor:
-        """A norm of every view that counts, [paths, most views of a path], zero where there is none."""
-        views = [view for view in self.views if view.counts]
+    def _by_path(self, order: float) -> Tensor:
+        """Norms of all parts that count, or of their rows, [paths, most of them of a path], zero where there is none."""
+        found = [(parts, gradient) for parts, gradient in self._found if parts.counts and parts.parts]
         none = torch.zeros(1, device=self.device)
-        if not views:
+        if not found:
             return none.expand(len(self.paths), 1).clone()
-        wide = any(view.data.dtype == torch.float64 for view in views)
-        norms = torch._foreach_norm([view.data for view in views], order, dtype=torch.float64 if wide else torch.float32)
+        wide = any(gradient.dtype == torch.float64 for _, gradient in found)
+        dtype = torch.float64 if wide else torch.float32
+        norms = [norm for parts, gradient in found if not parts.thin for norm in parts.norms(gradient, order, dtype)]
+        if thin := [gradient for parts, gradient in found if parts.thin]:
+            norms.append(torch.cat(thin).abs().to(dtype))
         # By index and in a fixed order: a scattered sum may differ in its last bits between two ranks.
-        return torch.cat([torch.stack(norms).float(), none])[self._places(tuple(view.path for view in views))]
+        return torch.cat([torch.cat(norms).float(), none])[self._places(tuple(id(parts) for parts, _ in found))]
 
-    def _places(self, owners: tuple[int, ...]) -> Tensor:
-        if self._table is None or self._table[0] != owners:
+    def _places(self, found: tuple[int, ...]) -> Tensor:
+        """For each path the places of its norms; the last place stands for none. ``found``: whose norms they are."""
+        if self._table is None or self._table[0] != found:
             of_path: list[list[int]] = [[] for _ in self.paths]
+            counting = sorted((parts for parts, _ in self._found if parts.counts), key=lambda parts: parts.thin)
+            owners = [path for parts in counting for path in parts.owners]
             for place, path in enumerate(owners):
-                of_path[path].append(place)
+                if path >= 0:
+                    of_path[path].append(place)
             width = max(map(len, of_path))
             padded = [places + [len(owners)] * (width - len(places)) for places in of_path]
-            self._table = owners, torch.tensor(padded, device=self.device)
+            self._table = found, torch.tensor(padded, device=self.device)
         return self._table[1]
 
-    def _known(self) -> dict[nn.Parameter, Rows]:
-        if self._rows is None:
-            self._rows = self._learn()
-        return self._rows
+    def _parts(self) -> dict[nn.Parameter, Parts]:
+        if self._known is None:
+            rows = self._learn()
+            parts: dict[nn.Parameter, list[Part]] = {parameter: [] for parameter in rows}
+            for index, path in enumerate(self.paths):
+                for piece in path.pieces:
+                    if (part := _part(index, piece, rows[piece.parameter])) is not None:
+                        parts[piece.parameter].append(part)
+            self._known = {p: Parts(tuple(parts[p]), here.count, here.counts) for p, here in rows.items()}
+        return self._known
 
     def _learn(self) -> dict[nn.Parameter, Rows]:
         parameters = list(dict.fromkeys(piece.parameter for path in self.paths for piece in path.pieces))
@@ -161,6 +228,23 @@ class PathGradients:
         self.groups = [meshes[0].get_group(dim) for dim in sharded]
         here = {dim: meshes[0].get_local_rank(dim) for dim in sharded}
         return {parameter: _rows(parameter, here) for parameter in parameters}
+
+
+def _norm(rows: Tensor, order: float, dtype: torch.dtype) -> Tensor:
+    """Of each row of a matrix; 0 of an empty one."""
+    if rows.shape[1] == 0:
+        return rows.new_zeros(len(rows), dtype=dtype)
+    if order == math.inf:  # torch's norm of that order is many times slower on a CPU
+        low, high = torch.aminmax(rows, dim=1)
+        return torch.maximum(-low, high).to(dtype)
+    return torch.linalg.vector_norm(rows, order, dim=1, dtype=dtype)
+
+
+def _part(path: int, piece: Piece, rows: Rows) -> Part | None:
+    """What this rank has of a piece; None: nothing."""
+    start, stop = max(piece.start - rows.first, 0), min(piece.stop - rows.first, rows.count)
+    offset = (rows.first + start - piece.start) * piece.width
+    return Part(path, piece, start, stop, offset) if stop > start else None
 
 
 def _rows(parameter: nn.Parameter, here: dict[int, int]) -> Rows:

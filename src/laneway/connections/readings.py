@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from laneway.connections.contamination import Reading
 from laneway.connections.path_gradients import PathGradients, View
-from laneway.connections.paths import Piece
 from laneway.connections.transport import BINS, histograms, quantiles
 
 FEWEST_VALUES = 16  # other than zero, for a distribution
@@ -54,14 +54,15 @@ def _counts(gradients: PathGradients, sample: int) -> Tensor:
 
 def sampled(view: View, sample: int) -> Tensor:
     """Of a shard, what belongs to every ``stride``-th value of the whole piece; about ``sample`` values over all shards."""
-    step = stride(view.piece, sample)
+    step = stride(view.piece.elements, view.piece.width, sample)
     return view.data.reshape(-1)[-view.offset % step :: step]
 
 
-def stride(piece: Piece, sample: int) -> int:
+@functools.lru_cache(1024)
+def stride(elements: int, width: int, sample: int) -> int:
     """Distance of the sampled values; it shares no divisor with the width, so that they come from all columns."""
-    step = max(-(-piece.elements // sample), 1)
-    while step > 1 and math.gcd(step, piece.width) > 1:
+    step = max(-(-elements // sample), 1)
+    while step > 1 and math.gcd(step, width) > 1:
         step += 1
     return step
 

@@ -60,11 +60,11 @@ def excess(a: Tensor, b: Tensor) -> Tensor:
 
 
 def barycentre(quantiles_: Tensor, inside: Tensor) -> Tensor:
-    """Of each distribution [P, levels], the Wasserstein-2 barycentre of the others that are ``inside`` [P]; NaN without any."""
-    chosen = torch.where(inside[:, None], quantiles_, 0.0)
-    others = inside.sum() - inside.long()
-    found = (chosen.sum(0) - chosen) / others.clamp_min(1)[:, None]
-    return torch.where(others[:, None] > 0, found, math.nan)
+    """Of each distribution […, P, levels], the Wasserstein-2 barycentre of the others ``inside`` […, P]; NaN if there is none."""
+    chosen = torch.where(inside[..., None], quantiles_, 0.0)
+    others = inside.sum(-1, keepdim=True) - inside.long()
+    found = (chosen.sum(-2, keepdim=True) - chosen) / others.clamp_min(1)[..., None]
+    return torch.where(others[..., None] > 0, found, math.nan)
 
 
 def move_down(gradient: Tensor, source: Tensor, target: Tensor, strength: float, chunk: int = 1 << 20) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -11,8 +12,9 @@ import torch
 
 from laneway.bench.replicas import Replicas, narrow_streams
 from laneway.bench.stability_conditions import STREAMS
-from laneway.connections import StreamProbe
+from laneway.connections import StreamProbe, constraint
 from laneway.connections.control import StreamControl, attach
+from laneway.connections.curvature import local_curvature
 from laneway.core import InputError
 from laneway.data.text import TextDataConfig
 from laneway.models.gpt import GPT, GPTConfig
@@ -155,3 +157,26 @@ def test_models_of_one_shape_only(text_file):
         Replicas([], OptimizerConfig())
     with pytest.raises(InputError, match="one shape"):
         Replicas([started(text_file, "mhc", 0, "fp32"), started(text_file, "hc", 0, "fp32")], OptimizerConfig())
+
+
+def test_a_replica_s_curvature_is_the_run_s_alone(text_file, monkeypatch):
+    """Also in how many tokens it looks at, which hangs on the size of the batch."""
+    monkeypatch.setattr(constraint, "TOKENS", 1)
+    monkeypatch.setattr(constraint, "FEWEST", 1)
+    measurement = constraint.Measurement(sample=64, neighbours=5)
+    strides: list[int] = []
+    monkeypatch.setattr(constraint, "local_curvature", lambda p, k, s: strides.append(s) or local_curvature(p, k, s))
+    models = [started(text_file, "mhc", seed, "fp32") for seed in SEEDS]
+    together = [constraint.CurvatureConstraint(model, measurement=measurement) for model in models]
+    alone = [constraint.CurvatureConstraint(copy.deepcopy(model), measurement=measurement) for model in models]
+    replicas = Replicas(models, OptimizerConfig(lr=LR))
+    inputs, targets = torch.randint(0, 256, (2, len(SEEDS), 2, 16))
+    for each in (*together, *alone):
+        each.on_step_begin(1)
+    replicas.step(inputs, targets, 0.0)
+    for index, (one, other) in enumerate(zip(together, alone, strict=True)):
+        other.model(inputs[index])
+        one.on_backward_end(1)
+        other.on_backward_end(1)
+        torch.testing.assert_close(one.statistics(), other.statistics(), rtol=1e-3, atol=1e-4)
+    assert strides == [2] * 2 * len(SEEDS)  # 32 tokens of a batch

@@ -89,7 +89,7 @@ class CurvatureGate(FixedGate):
         super().__init__(streams, res)
         self.acting = self.watching = False
         self.take, self.points = take, points
-        self.tokens = 0
+        self.tokens = torch.zeros(1, dtype=torch.int64)  # of the pass that was watched; a tensor, as all that a control notes
 
     def forward(self, site: HyperConnection, x: Tensor, pre: Tensor, post: Tensor, res: Tensor) -> Maps:
         """(H_pre, H_post, H_res) of this pass."""
@@ -104,7 +104,7 @@ class CurvatureGate(FixedGate):
 
     def _watch(self, x: Tensor) -> None:
         if self.watching:
-            self.tokens = x.shape[:-2].numel()
+            self.tokens.fill_(x.shape[:-2].numel())
             self.points.copy_(self.take(x.detach()))
 
 
@@ -185,7 +185,7 @@ class CurvatureConstraint(LateSums):
         if not self._watching:
             return
         self._watch(False)
-        stride = self.measurement.stride(max(gate.tokens for gate in self.gates))
+        stride = self.measurement.stride(max(gate.tokens.tolist()[0] for gate in self.gates))  # on the host: no wait
         self.measured(torch.cat(local_curvature(self.points, self.measurement.neighbours, stride)).float())
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:

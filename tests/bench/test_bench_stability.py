@@ -201,6 +201,15 @@ def test_what_a_mechanism_is_worth(shifts, verdict):
     assert not stability.verdicts_of(made("mhc-curvature", "fp16", np.ones(5)))
 
 
+def test_a_condition_that_no_run_survived_still_counts_its_divergences():
+    base = np.linspace(3, 4, 6)
+    healthy = made("mhc", "lr-0.003", base) + made("mhc-curvature", "lr-0.003", base)
+    dead = made("mhc", "fp16", base, diverged=1) + made("mhc-curvature", "fp16", base, diverged=6)
+    [row] = stability.verdicts_of(healthy + dead)
+    assert (row["conditions"], row["pairs"]) == (1, 6), "there are losses to compare in one of them"
+    assert (row["diverged"], row["against_diverged"]) == (6, 1)
+
+
 def test_flipped_signs_are_the_exact_test():
     """All 2ⁿ sign patterns, counted."""
     values = np.random.default_rng(1).normal(0.4, 1, 8)

@@ -161,7 +161,7 @@ def test_maps_are_what_the_formulas_say(form, manifold, keep):
     pre, post = (plain.pre, plain.post) if manifold == "sinkhorn" else (site._pre(site._maps(x)[2]), plain.post)
     schedule = quick(form=form, keep_total=keep, temperature=0.7, demand=0.4, floor=0.1)
     control = controlled(site, schedule).control.double()
-    z = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() @ control.sampler.projection * math.sqrt(6 / DIM)
+    z = x / (x.square().mean(-1, keepdim=True)).sqrt() @ control.sampler.projection * math.sqrt(6 / DIM)
     keys = z @ control.key.T + control.stream
     scores = torch.einsum("kd,tnd->tkn", control.query, keys) / (0.7 * math.sqrt(6)) + 0.4 * control.demand
     w = 4 * (0.1 + (1 - 0.4) * scores.softmax(-1))

@@ -30,7 +30,8 @@ def verdicts_of(runs: Sequence[Row]) -> list[Row]:
     """One row a mechanism and what it is held against: plain mHC, then its simplest control.
 
     Of each condition that both went through, the validation losses are compared seed by seed, over runs that did not diverge,
-    with a test of flipped signs; Holm's procedure keeps the chance of any false difference among them under ``LEVEL``.
+    with a test of flipped signs; Holm's procedure keeps the chance of any false difference among them under ``LEVEL``. Runs that
+    diverged are counted in all of these conditions, with losses to compare or without.
     """
     rows = []
     for variant, about in VARIANTS.items():
@@ -49,7 +50,8 @@ def _verdict(variant: str, other: str, paired: dict[str, list[float]], runs: Seq
     better = [name for name, found in zip(paired, real, strict=True) if found and means[name] < 0]
     worse = [name for name, found in zip(paired, real, strict=True) if found and means[name] > 0]
     words = {(False, False): "neutral", (True, False): "helps", (False, True): "hurts", (True, True): "depends"}
-    diverged = {who: sum(row["diverged"] for name in paired for row in _cell(runs, who, name)) for who in (variant, other)}
+    shared = [name for name in CONDITIONS if _cell(runs, variant, name) and _cell(runs, other, name)]  # also where none survived
+    diverged = {who: sum(row["diverged"] for name in shared for row in _cell(runs, who, name)) for who in (variant, other)}
     return {
         "variant": variant,
         "against": other,

@@ -28,8 +28,8 @@ class SameDecision:
             # 24 bits: what fp32 holds exactly.
             self.statistics.put(self.name, float(zlib.crc32(repr(list(decision)).encode()) & 0xFFFFFF))
 
-    def compare(self, step: int) -> None:
-        """Look at the decisions of the step before ``step``.
+    def compare(self, step: int | None = None) -> None:
+        """Look at the decisions of the step before, which is the one before ``step`` if that is told.
 
         Raises:
             LanewayError: two ranks decided differently; on all ranks.
@@ -39,4 +39,5 @@ class SameDecision:
             return
         hashes = found.flatten().tolist()
         if other := [rank for rank, value in enumerate(hashes) if value != hashes[0]]:
-            raise LanewayError(f"{self.name}: in step {step - 1} rank {other[0]} decided otherwise than rank 0")
+            when = "the step before" if step is None else f"step {step - 1}"
+            raise LanewayError(f"{self.name}: in {when} rank {other[0]} decided otherwise than rank 0")

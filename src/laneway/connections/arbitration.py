@@ -37,14 +37,18 @@ def principal_directions(points: Tensor, directions: int) -> tuple[Tensor, Tenso
     check_directions("directions", directions, points.shape[-1])
     z = points if points.dtype == torch.float64 else points.float()
     valid = z.isfinite().all(-1, keepdim=True)
-    z = torch.where(valid, z, 0)
+    z = _in_range(torch.where(valid, z, 0))
     count = valid.sum(1, keepdim=True).clamp(min=1)
-    z = torch.where(valid, z - z.sum(1, keepdim=True) / count, 0)
-    largest = z.abs().amax((1, 2), keepdim=True)
-    z = z / torch.where(largest > 0, largest, 1)
+    z = _in_range(torch.where(valid, z - z.sum(1, keepdim=True) / count, 0))
     values, vectors = torch.linalg.eigh(z.mT @ z)  # ascending
     enough = (values[:, -directions] > RANK * values[:, -1]) & (count[:, 0, 0] > directions)
     return vectors[..., -directions:], enough
+
+
+def _in_range(z: Tensor) -> Tensor:
+    """Samples [B, S, d], each over its largest magnitude, so that neither sums nor squares overflow."""
+    largest = z.abs().amax((1, 2), keepdim=True)
+    return z / torch.where(largest > 0, largest, 1)
 
 
 def subspace_similarity(points: Tensor, directions: int) -> tuple[Tensor, Tensor]:

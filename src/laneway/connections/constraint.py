@@ -1,7 +1,8 @@
 """``CurvatureConstraint``: what measures the curvature of a model's streams and sets the gates of its sites, step by step.
 
     constraint = CurvatureConstraint(model, strength=0.3)
-    train(config, out=…, extensions=[constraint])
+
+``laneway train`` makes it for its own model, as ``control.curvature`` says.
 
 A path is a stream at a site. Every ``every`` steps the forward pass leaves a sample of each path's tokens, and once the gradients
 are there the curvature of all paths is computed together. When the next step begins the gates follow; within a step they are
@@ -118,6 +119,7 @@ class CurvatureConstraint(LateSums):
         steps: length of that schedule.
         measurement: how curvature is measured.
         rule: how a gate follows from it.
+        verify: compare a hash of each step's gates over the ranks, one step late, where a loop shares statistics.
 
     Raises:
         InputError: a value out of range, or a model without maps.
@@ -132,6 +134,7 @@ class CurvatureConstraint(LateSums):
         steps: int | None = None,
         measurement: Measurement | None = None,
         rule: Rule | None = None,
+        verify: bool = False,
     ) -> None:
         self.strength = strength if isinstance(strength, AutoStrength) else _schedule(strength, final, steps)
         self.measurement, self.rule = measurement or Measurement(), rule or Rule()
@@ -145,7 +148,7 @@ class CurvatureConstraint(LateSums):
         parts = self.points.split(self.streams)
         self.gates = attach(model, lambda site, place: self._made(site, parts[place]))
         self._telemetry = Telemetry(self.streams, device)
-        super().__init__(NAME, torch.zeros(2 * paths, device=device))
+        super().__init__(NAME, torch.zeros(2 * paths, device=device), verify)
         self._watching = False
         self._current: float | None = None
 
@@ -178,6 +181,7 @@ class CurvatureConstraint(LateSums):
         strength = self.strength.value if isinstance(self.strength, AutoStrength) else self.strength(step)
         if strength != self._current:
             self._set_gates(strength_in_range("strength", strength))
+        self.decided(self.gate)
         self._watch((step - 1) % self.measurement.every == 0)
 
     def on_backward_end(self, step: int) -> None:

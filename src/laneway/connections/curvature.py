@@ -13,8 +13,9 @@ off the tangent by δ² / 2R, so that **κ ≈ δ / 2R up to δ ≈ R / 2**, and
 dimensions (up to a third of k or so) at any scale and in any orientation. A cloud that fills more dimensions is not reconstructed
 by its neighbours, and κ tells how badly; it is at most 1.
 
-A token that is not finite, or that coincides with another to rounding, is nobody's neighbour. All of it are fixed sequences of
-batched products: no number goes to the host, and a CUDA graph can hold it.
+A token that is not finite is nobody's neighbour, and one that coincides with another to rounding is not that one's; copies of a
+third count one by one, which raises κ. All of it are fixed sequences of batched products: no number goes to the host, and a CUDA
+graph can hold it.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class SiteScheduler(StreamControl):
         """w [N, 2, n] of streams x […, n, C]: for reads and for writes."""
         with torch.no_grad():
             wide = x.detach().reshape(-1, *x.shape[-2:]).to(dtype)
-            scale = (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            scale = wide.square().mean(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny).rsqrt()
             z = (wide @ self.sampler.projection.to(dtype)) * (scale * math.sqrt(self.key.shape[0] / x.shape[-1]))
         keys = z @ self.key.to(dtype).mT + self.stream.to(dtype)
         scores = self.query.to(dtype) @ keys.mT / (self.schedule.temperature * math.sqrt(keys.shape[-1]))

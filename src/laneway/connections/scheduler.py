@@ -1,7 +1,8 @@
 """``ConnectionScheduler``: what measures how streams are used and how alike they are, and tells the sites' schedulers.
 
     scheduler = ConnectionScheduler(model)       # before the optimizer is made, or after ``add_scheduler(model)``
-    train(config, out=…, extensions=[scheduler])
+
+``laneway train`` makes it for its own model, as ``control.scheduler`` says.
 
 Every ``every`` steps each site notes a sample of its streams' tokens, its mean priorities, and Σ |gradient × map| over all
 tokens. Ranks add these sums in the collective that the loop runs anyway, and when the next step begins all set the same demand,
@@ -34,12 +35,13 @@ class ConnectionScheduler(LateSums):
     Args:
         model: on the device where it is trained. One without schedulers is given them, which must be before its optimizer.
         schedule: how they decide; None: as they were made, else ``Schedule()``.
+        verify: compare a hash of each step's demand and damping over the ranks, one step late, where a loop shares statistics.
 
     Raises:
         InputError: a field out of range, a model without maps, or a schedule for a model that has schedulers already.
     """
 
-    def __init__(self, model: nn.Module, schedule: Schedule | None = None) -> None:
+    def __init__(self, model: nn.Module, schedule: Schedule | None = None, verify: bool = False) -> None:
         require_sites(model)
         found = schedulers(model)
         if found and schedule is not None:
@@ -51,7 +53,7 @@ class ConnectionScheduler(LateSums):
         streams = [len(site.damping) for site in self.sites]
         self._groups = [[i for i, n in enumerate(streams) if n == size] for size in sorted(set(streams))]
         numbers = sum(2 * n * n + 2 * n + 2 * (n + 1) for n in streams)
-        super().__init__(NAME, torch.zeros(numbers, device=self.sites[0].damping.device))
+        super().__init__(NAME, torch.zeros(numbers, device=self.sites[0].damping.device), verify)
         self._measured = [torch.zeros(2, n) for n in streams]
         self._row: dict[str, Any] | None = None
 
@@ -77,6 +79,7 @@ class ConnectionScheduler(LateSums):
     def on_step_begin(self, step: int) -> None:
         """Decisions from the last measurement; watch, where one is due."""
         self.follow()
+        self.decided(torch.cat([part.flatten() for site in self.sites for part in (site.demand, site.damping)]))
         if (step - 1) % self.schedule.every == 0:
             for site in self.sites:
                 site.watch(True)

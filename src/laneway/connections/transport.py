@@ -79,10 +79,11 @@ def move_down(gradient: Tensor, source: Tensor, target: Tensor, strength: float,
         chunk: numbers that are worked on at a time, which bounds the memory in use.
     """
     down = strength * (source - target).clamp_min(0)
-    knots, shifts = source.to(gradient.device, torch.float32), down.to(gradient.device, torch.float32)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    knots, shifts = source.to(gradient.device, wide), down.to(gradient.device, wide)
     for part in gradient.view(-1).split(chunk) if gradient.is_contiguous() else [gradient]:
-        factor = interpolate(part.abs().float().log(), knots, shifts).neg_().exp_()
-        part.copy_(part.float().mul_(factor))
+        factor = interpolate(part.abs().to(wide).log(), knots, shifts).neg_().exp_()
+        part.copy_(part.to(wide) * factor)
 
 
 def interpolate(x: Tensor, knots: Tensor, values: Tensor) -> Tensor:

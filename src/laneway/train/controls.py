@@ -43,7 +43,7 @@ def build_controls(config: ControlConfig, parallel: Parallel, steps: int, tell: 
     """
     found: list[Extension] = []
     if config.scheduler:
-        found.append(ConnectionScheduler(parallel.model))
+        found.append(ConnectionScheduler(parallel.model, verify=config.verify_ranks))
     if config.constrains:
         found.append(_constraint(config, parallel, steps))
     if config.norm_guard:
@@ -67,10 +67,11 @@ def _constraint(config: ControlConfig, parallel: Parallel, steps: int) -> Curvat
         config.curvature_every, config.curvature_sample, config.curvature_neighbours, config.curvature_projection
     )
     if isinstance(config.curvature, str):
-        return CurvatureConstraint(parallel.model, AutoStrength(), measurement=measurement)
+        return CurvatureConstraint(parallel.model, AutoStrength(), measurement=measurement, verify=config.verify_ranks)
     final = config.curvature_final
+    length = None if final is None else max(steps, 1)
     return CurvatureConstraint(
-        parallel.model, config.curvature, final=final, steps=None if final is None else max(steps, 1), measurement=measurement
+        parallel.model, config.curvature, final=final, steps=length, measurement=measurement, verify=config.verify_ranks
     )
 
 

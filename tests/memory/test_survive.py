@@ -402,7 +402,7 @@ class Counting(nn.Module):
         return (self.weight * torch.rand(3)).sum()
 
 
-def failing_once(model: Counting) -> Any:
+def failing_once(model: nn.Module) -> Any:
     tries = []
 
     def run() -> float:
@@ -430,6 +430,30 @@ def test_large_buffers_are_put_back_from_the_second_change_on():
     assert torch.equal(model.small, small + 1)
     torch.manual_seed(0)
     assert torch.equal(model.weight.grad, gradient + torch.rand(3))
+
+
+class Measured(nn.Module):
+    """Holds a leaf that is no parameter; its gradient adds up over micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.meter = torch.zeros(3, requires_grad=True)
+
+    def forward(self) -> Tensor:
+        return ((self.weight + self.meter) * torch.rand(3)).sum()
+
+
+def test_what_a_module_measures_with_is_not_counted_twice():
+    model = Measured()
+    survivor = Survivor(None, model, device=CPU)
+    torch.manual_seed(0)
+    survivor.attempt(lambda: model().backward())
+    survivor.attempt(failing_once(model))
+    torch.manual_seed(0)
+    once = torch.rand(3) + torch.rand(3)
+    assert torch.equal(model.meter.grad, once)
+    assert torch.equal(model.weight.grad, once)
 
 
 def test_other_errors_pass_and_leave_earlier_gradients():

@@ -79,6 +79,12 @@ class Buffers:
         return self.model.get_submodule(parent), leaf
 
 
+def leaves(model: nn.Module) -> list[Tensor]:
+    """All that a backward pass adds gradients to: parameters, and leaf tensors that modules hold to measure with."""
+    own = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    return [*model.parameters(), *(value for value in own if value.is_leaf and value.requires_grad)]
+
+
 class Accumulated:
     """The gradients that earlier micro-batches left, set aside while another one runs.
 
@@ -95,14 +101,14 @@ class Accumulated:
         LanewayError: a gradient's bytes are away already (``ParkedGradients``): of the two only one can look after them.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
         if any(
             p.grad is not None and plain(p.grad) and p.grad.numel() and not p.grad.untyped_storage().nbytes()
             for p in self.parameters
         ):
             raise LanewayError("gradients are parked in a tier: a micro-batch that may be repeated needs them here; call gather")
-        self._held: list[tuple[nn.Parameter, Tensor | _Away]] = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        self._held: list[tuple[Tensor, Tensor | _Away]] = [(p, p.grad) for p in self.parameters if p.grad is not None]
         self._added = False
         self.drop_new()
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laneway.core import InputError, choice, positive_int
 from laneway.memory.exact_step import step_exactly
 from laneway.memory.manager import MemoryManager
-from laneway.memory.micro_batch import Accumulated, Before, Buffers
+from laneway.memory.micro_batch import Accumulated, Before, Buffers, leaves
 from laneway.memory.oom import Failure, free_caches, free_unused, out_of_memory
 from laneway.memory.refusal import cannot_repeat, does_not_fit, is_sharded, refuse_communication
 from laneway.memory.retry import RetryOps
@@ -143,7 +143,7 @@ class Survivor:
             return self._without_replay(run)
         if self.manager is not None and not self.manager.activations.alive:
             self.manager.end_pass()  # the pass before: its peak is known now, and a failure is not its fault
-        before, held = Before(self._buffers, self.device, self.generators), Accumulated(self.model.parameters())
+        before, held = Before(self._buffers, self.device, self.generators), Accumulated(leaves(self.model))
         try:
             value = self._until_it_fits(self._tries(run, parts, combine), before, held)
             self._in_peace(held.add_new)

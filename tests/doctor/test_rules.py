@@ -8,6 +8,7 @@ from synthetic import Run, config, healthy
 
 from laneway.doctor import RULES, RunFacts, examine_run, measures
 from laneway.doctor.facts import Series
+from laneway.doctor.rules_resources import _ASKED
 
 
 def loss_above_start(run: Run) -> None:
@@ -445,3 +446,17 @@ def test_series_noise_and_blocks():
     assert len(blocks) == 20
     assert np.allclose(blocks.values, np.linspace(9, 1, 4000).reshape(20, 200).mean(1), atol=0.1)
     assert len(Series(np.array([1.0]), np.array([math.nan])).blocks(20)) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12",
+        "CPU out of memory (the system has no more): wanted 4096 bytes, live 0 bytes, limit none",
+        "CUDA out of memory. Tried to allocate 4096 bytes. GPU 0 has …",
+    ],
+)
+def test_what_was_asked_for_is_read_from_the_words_of_any_allocator(words):
+    found = _ASKED.search(words)
+    assert found is not None
+    assert found[1] == "4096 bytes"

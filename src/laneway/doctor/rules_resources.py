@@ -17,7 +17,7 @@ OVERFLOW = (
     "processes take the rest, and the next longer batch does not fit"
 )
 OCCUPIED = 0.9
-_ASKED = re.compile(r"(?:tried to allocate|unable to allocate) +([\d.]+ *(?:bytes|[KMGT]i?B)\b)", re.IGNORECASE)
+_ASKED = re.compile(r"(?:tried to allocate|unable to allocate|wanted) +([\d.]+ *(?:bytes|[KMGT]i?B)\b)", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|\boom\b", re.IGNORECASE)
 
 GROWTH = (

@@ -210,6 +210,13 @@ def test_a_condition_that_no_run_survived_still_counts_its_divergences():
     assert (row["diverged"], row["against_diverged"]) == (6, 1)
 
 
+def test_few_runs_are_not_called_neutral():
+    runs_made = made("mhc", "fp16", np.full(5, 3.0)) + made("mhc-purify", "fp16", np.full(5, 2.0))
+    assert [row["verdict"] for row in stability.verdicts_of(runs_made)] == ["too few runs"]
+    runs_made = made("mhc", "fp16", np.full(8, 3.0)) + made("mhc-purify", "fp16", np.full(8, 2.0))
+    assert [row["verdict"] for row in stability.verdicts_of(runs_made)] == ["helps"]
+
+
 def test_flipped_signs_are_the_exact_test():
     """All 2ⁿ sign patterns, counted."""
     values = np.random.default_rng(1).normal(0.4, 1, 8)

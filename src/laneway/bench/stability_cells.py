@@ -49,7 +49,9 @@ def _verdict(variant: str, other: str, paired: dict[str, list[float]], runs: Seq
     means = {name: statistics.fmean(differences) for name, differences in paired.items()}
     better = [name for name, found in zip(paired, real, strict=True) if found and means[name] < 0]
     worse = [name for name, found in zip(paired, real, strict=True) if found and means[name] > 0]
-    words = {(False, False): "neutral", (True, False): "helps", (False, True): "hurts", (True, True): "depends"}
+    fewest = len(paired) * 2 ** (1 - max(map(len, paired.values())))  # the smallest p that so few signs can have, corrected
+    none = "neutral" if fewest <= LEVEL else "too few runs"
+    words = {(False, False): none, (True, False): "helps", (False, True): "hurts", (True, True): "depends"}
     shared = [name for name in CONDITIONS if _cell(runs, variant, name) and _cell(runs, other, name)]  # also where none survived
     diverged = {who: sum(row["diverged"] for name in shared for row in _cell(runs, who, name)) for who in (variant, other)}
     return {

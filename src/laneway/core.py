@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
@@ -48,6 +49,10 @@ def choice(field: str, given: object, options: Iterable[str]) -> str:
         return given
     close = nearest(str(given), options)
     raise InputError(field, given, "one of " + ", ".join(options), f"did you mean {close!r}?" if close else None)
+
+
+# What memory that could not be had was asked for, as torch, numpy and the counting allocator tell it: (number, unit).
+ASKED_MEMORY = re.compile(r"(?:tried to allocate|unable to allocate|wanted)\s+([\d.]+)\s*(bytes|[KMGT]iB|B)\b", re.IGNORECASE)
 
 
 def positive_int(field: str, given: object, at_least: int = 1) -> int:

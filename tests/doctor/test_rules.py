@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from synthetic import Run, config, healthy
 
+from laneway.core import ASKED_MEMORY
 from laneway.doctor import RULES, RunFacts, examine_run, measures
 from laneway.doctor.facts import Series
-from laneway.doctor.rules_resources import _ASKED
 
 
 def loss_above_start(run: Run) -> None:
@@ -457,6 +457,6 @@ def test_series_noise_and_blocks():
     ],
 )
 def test_what_was_asked_for_is_read_from_the_words_of_any_allocator(words):
-    found = _ASKED.search(words)
+    found = ASKED_MEMORY.search(words)
     assert found is not None
-    assert found[1] == "4096 bytes"
+    assert f"{found[1]} {found[2]}" == "4096 bytes"

@@ -103,16 +103,12 @@ def run(options: StabilityOptions, progress: Callable[[str], None] = lambda line
                 done = [row for row in done if tuple(row[key] for key in KEY) not in have] + made
                 fresh += made
     asked = [row for row in done if row["variant"] in options.variants and row["condition"] in options.of(str(row["variant"]))]
-    cells = [row | {"quick": int(options.quick)} for row in cells_of(asked)]
-    verdicts = [row | {"quick": int(options.quick)} for row in verdicts_of(asked)]
     notes = [f"{len(fresh)} runs in {time.process_time() - began:.0f} CPU seconds on one thread"]
     if options.quick:
         notes.append("quick: ≤ 5 minutes on one core; a few runs a cell say whether it works, not how often runs diverge")
-    tables = {"stability": cells}
-    if verdicts:
-        tables["stability_verdicts"] = verdicts
-    if curves:
-        tables["stability_curves"] = [row | {"quick": int(options.quick)} for row in curves]
+    made_of = {"stability": cells_of(asked), "stability_verdicts": verdicts_of(asked), "stability_curves": curves}
+    flag = {"quick": int(options.quick)}
+    tables = {name: [row | flag for row in rows] for name, rows in made_of.items() if rows or name == "stability"}
     if not path:
         tables["stability_runs"] = fresh
     return Report("stability", tables, _summary(asked, options), notes)

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 
+from laneway.core import ASKED_MEMORY
 from laneway.doctor.facts import RunFacts
 from laneway.doctor.finding import Knob, Measure, Symptom
 from laneway.rundir import number
@@ -17,7 +18,6 @@ OVERFLOW = (
     "processes take the rest, and the next longer batch does not fit"
 )
 OCCUPIED = 0.9
-_ASKED = re.compile(r"(?:tried to allocate|unable to allocate|wanted) +([\d.]+ *(?:bytes|[KMGT]i?B)\b)", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|\boom\b", re.IGNORECASE)
 
 GROWTH = (
@@ -95,9 +95,9 @@ def _failure(event: dict) -> str:
     told = [f"{event.get('step', '?')}"]
     if number(event.get("rank")) > 0:
         told.append(f"on rank {event['rank']}")
-    asked = _ASKED.search(" ".join(str(event.get(key)) for key in ("reason", "message", "error")))
+    asked = ASKED_MEMORY.search(" ".join(str(event.get(key)) for key in ("reason", "message", "error")))
     if asked:
-        told.append(f"for {asked[1]} more")
+        told.append(f"for {asked[1]} {asked[2]} more")
     if number(event.get("peak_bytes")) > 0:
         told.append(f"at a peak of {number(event['peak_bytes']) / GIB:.2f} GiB")
     return " ".join(told)

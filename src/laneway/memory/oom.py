@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from laneway.core import ASKED_MEMORY
 from laneway.memory.counting import CountingAllocator
 
 _TEXTS = (
@@ -22,7 +22,6 @@ _TEXTS = (
     "bad allocation",
 )
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_WANTED = re.compile(r"(?:tried to allocate|unable to allocate|wanted)\s+([\d.]+)\s*(bytes|[KMGT]iB|B)\b", re.IGNORECASE)
 _UNITS = {"bytes": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -38,7 +37,7 @@ def out_of_memory(error: BaseException) -> bool:
 def wanted_bytes(error: BaseException) -> int:
     """Bytes that the failed allocation asked for, as its message says; 0 where it does not."""
     for link in _chain(error):
-        found = _WANTED.search(str(link))
+        found = ASKED_MEMORY.search(str(link))
         if found is not None:
             return int(float(found[1]) * _UNITS[found[2].lower()])
     return 0

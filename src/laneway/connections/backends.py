@@ -79,6 +79,20 @@ def backend_for(x: Tensor, f: Tensor | None = None) -> ModuleType:
     return _ready[name]
 
 
+def compiled_serves(device: torch.device) -> bool:
+    """Whether the compiled CPU kernels may serve what is on this device: nobody asked for others, and they are ready.
+
+    Raises:
+        BackendError: they were asked for by name and can't be had.
+    """
+    name = asked()
+    if device.type != "cpu" or name not in ("auto", "cpu"):
+        return False
+    if not _loaded("cpu") and name == "cpu":
+        raise BackendError(f"backend cpu: {_failed['cpu']}")
+    return "cpu" in _ready
+
+
 def _unsuited(name: str, x: Tensor, f: Tensor | None) -> str | None:
     """Why a backend cannot serve these tensors, or None."""
     if name == "torch":

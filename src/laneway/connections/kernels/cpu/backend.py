@@ -59,8 +59,21 @@ def _loaded() -> ctypes.CDLL:
     return _library
 
 
-def _call(name: str, *arguments: Any) -> None:
-    if getattr(_loaded(), name)(*arguments):
+def call(name: str, *arguments: Any, kinds: list[Any] | None = None) -> None:
+    """Call a function of the library, building and loading it if need be.
+
+    Args:
+        name: of a function that returns 0, or another number where it had no memory to work in.
+        arguments: pointers as integers or None.
+        kinds: the arguments' ctypes, where the function isn't one of a site's.
+
+    Raises:
+        MemoryError: there was none.
+    """
+    function = getattr(_loaded(), name)
+    if kinds is not None and function.argtypes is None:
+        function.argtypes, function.restype = kinds, c_int
+    if function(*arguments):
         raise MemoryError(f"{name}: the kernels' working memory could not be allocated")
 
 
@@ -98,21 +111,21 @@ def _forward(x, before_x, before_f, before_maps, carried, fn, base, scale, norm_
     maps, z, r = _fp32(tokens, n * (n + 2)), _fp32(tokens, n * (n + 2)), _fp32(tokens)
     carried = None if carried is None else _wide(carried)[0]
     tensors = [*_wide(fn, base, scale), carried, before_x, before_f, before_maps, x, h, maps, z, r]
-    _call("laneway_forward", *_shape(x), norm_eps, eps, cap, iterations, *map(_pointer, tensors))
+    call("laneway_forward", *_shape(x), norm_eps, eps, cap, iterations, *map(_pointer, tensors))
     return h, maps, z, r
 
 
 def post(x, f, maps):
     """→ y."""
     y = torch.empty_like(x)
-    _call("laneway_post", *_shape(x), *map(_pointer, (x, f, maps, y)))
+    call("laneway_post", *_shape(x), *map(_pointer, (x, f, maps, y)))
     return y
 
 
 def post_backward(gy, x, f, maps):
     """→ gf, gmaps."""
     gf, gmaps = torch.empty_like(f), torch.empty_like(maps)
-    _call("laneway_post_backward", *_shape(x), *map(_pointer, (gy, x, f, maps, gf, gmaps)))
+    call("laneway_post_backward", *_shape(x), *map(_pointer, (gy, x, f, maps, gf, gmaps)))
     return gf, gmaps
 
 
@@ -138,5 +151,5 @@ def _backward(gy, extra, gh, gmaps, x, carried, fn, base, scale, maps, z, r, eps
     grads = [torch.empty_like(t) for t in wide]
     carried = None if carried is None else _wide(carried)[0]
     tensors = [*wide, gy, extra, gh, gmaps, x, carried, maps, z, r, gx, *grads, gcarried, *before]
-    _call("laneway_backward", *_shape(x), eps, cap, iterations, *map(_pointer, tensors))
+    call("laneway_backward", *_shape(x), eps, cap, iterations, *map(_pointer, tensors))
     return gx, *(grad.to(given.dtype) for grad, given in zip(grads, (fn, base, scale), strict=True)), gcarried

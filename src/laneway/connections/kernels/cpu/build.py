@@ -15,7 +15,7 @@ from laneway.native import BuildError, Built, Library, cache_folder, compiler, n
 __all__ = ["BuildError", "Built", "build", "cache_folder", "compiler", "library", "native_flags"]
 
 SOURCES = Path(__file__).parent
-MAIN = "site.cpp"
+MAIN = "kernels.cpp"
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-Wno-psabi", "-Wno-unknown-pragmas",

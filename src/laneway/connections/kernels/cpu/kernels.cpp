@@ -1,0 +1,3 @@
+// All kernels of the CPU, as one translation unit.
+
+#include "site.cpp"

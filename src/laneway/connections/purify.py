@@ -27,7 +27,7 @@ from laneway.connections.contamination import History, Reading, Settings, Verdic
 from laneway.connections.guard import Tell, check_names
 from laneway.connections.path_gradients import PathGradients
 from laneway.connections.paths import Path, paths_of
-from laneway.connections.readings import norms_of, read
+from laneway.connections.readings import read
 from laneway.connections.transport import move_down
 from laneway.core import Statistics, choice, positive_int, real
 
@@ -122,7 +122,7 @@ class GradientPurifier:
         due, alarm = step % self.every == 0, self._alarm
         norms = None
         if self.screen == "now":
-            norms = self.gradients.norms().double().cpu().log()
+            norms = self.gradients.norms().log()
             alarm = bool(self._suspicious(norms).any())
         elif self.screen == "late":
             self._keep_squares()
@@ -133,6 +133,7 @@ class GradientPurifier:
             norms = reading.norms if norms is None else norms
         if norms is not None and self.screen != "late":
             self.history.add_norms(norms, self.held)
+        self.gradients.release()
         self.agreement.put([step, *self.flagged])
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
@@ -213,7 +214,7 @@ class GradientPurifier:
                 move_down(view.data, reading.quantiles[path], verdict.target[path] + TOLERANCE, self.strength)
                 most = min(largest, torch.finfo(view.data.dtype).max)
                 view.data.clamp_(-most, most)
-        norms, before = norms_of(self.gradients, self.flagged), reading.norms[self.flagged].exp()
+        norms, before = self.gradients.exact(self.flagged).sqrt(), reading.norms[self.flagged].exp()
         scale = (verdict.norm[self.flagged].exp() / norms).clamp_max(1.0)
         for path, factor in zip(self.flagged, scale.tolist(), strict=True):
             if factor < 1:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 BINS = 256
 LOWEST, OCTAVES = -96.0, 0.5  # lower edge of the first bin as a power of two; width of a bin
+_LOWEST_EXPONENT, _ROOT, _INFINITE = 127 + int(LOWEST), 0x3504F3, 0x7F800000  # bits of 2^LOWEST, √2 and infinity
 _NATS = OCTAVES * math.log(2)
 _EDGES = torch.tensor([i / 32 for i in range(32)] + [1 - 2.0**-k for k in (6, 7, 8)] + [1.0], dtype=torch.float64)
 LEVELS = (_EDGES[1:] + _EDGES[:-1]) / 2
@@ -28,9 +29,11 @@ def histograms(values: Tensor, owners: Tensor, count: int) -> Tensor:
 
     Zeros and what is not finite are left out; magnitudes beyond the bins count in the first or last one.
     """
-    octaves = values.detach().abs().float().log2()
-    fine = octaves.isfinite()
-    bins = ((octaves - LOWEST) / OCTAVES).nan_to_num(0.0, BINS, 0.0).floor().clamp(0, BINS - 1).long()
+    # By the bits of a float: exact, and two whole bins an octave. √2 lies just above its mantissa.
+    bits = values.detach().abs().float().view(torch.int32)
+    bins = ((bits >> 23) - _LOWEST_EXPONENT) * 2 + ((bits & 0x7FFFFF) > _ROOT)
+    fine = (bits > 0) & (bits < _INFINITE)
+    bins = bins.clamp_(0, BINS - 1).long()
     found = torch.zeros(count * BINS, device=values.device)
     # Whole numbers: the sum is exact in any order.
     return found.index_add_(0, owners * BINS + bins, fine.float()).view(count, BINS)

@@ -48,7 +48,7 @@ class Part:
         return (self.stop - self.start) * self.piece.width
 
     def stride(self, sample: int) -> int:
-        """Distance of the values that a sample of the whole piece takes: no divisor of the width, so that all columns have some."""
+        """Distance of the values that a sample of the whole piece takes: no divisor of the width, to meet all columns."""
         step = max(-(-self.piece.elements // sample), 1)
         while step > 1 and math.gcd(step, self.piece.width) > 1:
             step += 1

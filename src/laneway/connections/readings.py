@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from laneway.connections.contamination import Reading
 from laneway.connections.path_gradients import PathGradients
@@ -15,8 +15,8 @@ from laneway.connections.transport import BINS, quantiles
 FEWEST_VALUES = 16  # other than zero, for a distribution
 
 
-def read(gradients: PathGradients, sample: int) -> tuple[Reading, Tensor]:
-    """Read all paths → (reading, paths with a value that is not finite [paths]); the same on every rank.
+def read(gradients: PathGradients, sample: int) -> tuple[Reading, list[int]]:
+    """Read all paths → (reading, paths with a value that is not finite); the same on every rank.
 
     Two collectives where gradients are sharded (a third where the square of a norm overflows), one transfer to the host.
     """
@@ -25,13 +25,14 @@ def read(gradients: PathGradients, sample: int) -> tuple[Reading, Tensor]:
     bad = ~peaks.isfinite()
     summed = gradients.reduce(torch.cat([gradients.counts(sample).flatten(), squares, bad.to(squares)]))
     peaks = gradients.reduce(torch.where(bad, 0.0, peaks), dist.ReduceOp.MAX)
-    counts, squares, bad, peaks = torch.cat([summed, peaks]).double().cpu().split([paths * BINS, paths, paths, paths])
+    host = torch.cat([summed, peaks]).double().cpu()
+    counts, squares, bad, peaks = (part.numpy() for part in host.split([paths * BINS, paths, paths, paths]))
     poisoned = bad > 0
-    if odd := (~squares.isfinite() & ~poisoned).nonzero().flatten().tolist():  # squares of finite gradients that overflowed
-        squares[odd] = gradients.exact(odd)
-    norms = torch.where(poisoned | (peaks == 0), math.nan, squares.log() / 2)
-    counts = counts.view(paths, BINS)
+    if odd := (~np.isfinite(squares) & ~poisoned).nonzero()[0].tolist():  # squares of finite gradients that overflowed
+        squares[odd] = gradients.exact(odd).numpy()
+    counts = counts.reshape(paths, BINS)
     enough = (counts.sum(1) >= FEWEST_VALUES) & ~poisoned
-    return Reading(
-        torch.where(enough[:, None], quantiles(counts), math.nan), norms, torch.where(poisoned, math.nan, peaks.log())
-    ), poisoned
+    with np.errstate(divide="ignore"):
+        norms = np.where(poisoned | (peaks == 0), math.nan, np.log(squares) / 2)
+        peaks = np.where(poisoned, math.nan, np.log(peaks))
+    return Reading(np.where(enough[:, None], quantiles(counts), math.nan), norms, peaks), poisoned.nonzero()[0].tolist()

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -95,7 +96,7 @@ def test_a_lasting_fault_is_repaired_where_it_is_looked_at(screen, repaired):
     net = Net(seed=3)
     purifier = GradientPurifier(net.paths, 4, screen=screen)
     settle(net, purifier, 32)
-    usual = purifier.history.norms[4].exp().nanquantile(0.9)
+    usual = float(np.nanquantile(np.exp(purifier.history.norms[4]), 0.9))
     found = []
     for number in range(33, 41):
         before, after, row = step(net, purifier, number, {"blocks.2.in": 1e4})
@@ -134,7 +135,7 @@ def test_a_part_of_a_path_is_moved_and_the_rest_hardly():
     net = Net(seed=5)
     purifier = GradientPurifier(net.paths, 4)
     settle(net, purifier)
-    usual = purifier.history.norms[3].exp().nanquantile(0.9)
+    usual = float(np.nanquantile(np.exp(purifier.history.norms[3]), 0.9))
     purifier.on_step_begin(25)
     healthy = net.backward()["blocks.1.out"]
     net.parameters["blocks.1.out"].grad[:4] *= 1e4  # a fifth of it
@@ -168,7 +169,7 @@ def test_what_is_not_finite_is_told_of_left_and_no_ones_peer(poison):
     for name in ("mean", "checks", "norms", "steps", "peaks"):
         value = purifier.history.state_dict()[name]
         assert torch.equal(value[others].nan_to_num(7), reference.history.state_dict()[name][others].nan_to_num(7))
-    assert not purifier.history.mean.isnan().any()
+    assert not np.isnan(purifier.history.mean).any()
 
 
 def test_a_fault_from_the_first_step_is_found_by_its_peers():
@@ -283,7 +284,7 @@ def test_a_step_in_which_every_path_is_poisoned_is_left_and_forgotten():
         step(clean, reference, number)
         assert purifier.flagged == []
     assert purifier.history.steps.tolist() == [10] * 12
-    assert purifier.history.mean.isfinite().all()
+    assert np.isfinite(purifier.history.mean).all()
 
 
 @pytest.mark.parametrize("screen", ["now", "late", "off"])

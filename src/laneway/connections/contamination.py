@@ -30,10 +30,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from laneway.connections.transport import LEVELS, barycentre, excess
 
+Numbers = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Places = NDArray[np.int64]
 MAD = 1.4826  # median absolute deviation → standard deviation of a normal distribution
 WINDOW = 32  # norms and peaks that a path remembers
 YOUNG = 3  # checks until a path has a past
@@ -59,74 +62,75 @@ class Settings:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a check sees. Natural logarithms, float64 on the host; NaN where a path has no gradient or one that is not finite."""
+    """What a check sees. Natural logarithms; NaN where a path has no gradient or one that is not finite."""
 
-    quantiles: Tensor
+    quantiles: Numbers
     """[paths, levels]"""
-    norms: Tensor
+    norms: Numbers
     """Of the 2-norms [paths]."""
-    peaks: Tensor
+    peaks: Numbers
     """Of the largest magnitudes [paths]."""
 
     @property
-    def usable(self) -> Tensor:
+    def usable(self) -> Flags:
         """Paths that can be judged and may serve as peers."""
-        return self.quantiles.isfinite().all(1) & self.norms.isfinite()
+        return np.isfinite(self.quantiles).all(1) & np.isfinite(self.norms)
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Of each path: score, distance from its past; where quantiles, norm and largest magnitude should lie, as logarithms."""
 
-    score: Tensor
-    distance: Tensor
-    target: Tensor
-    norm: Tensor
-    peak: Tensor
+    score: Numbers
+    distance: Numbers
+    target: Numbers
+    norm: Numbers
+    peak: Numbers
 
     @property
     def flagged(self) -> list[int]:
         """Paths that are contaminated."""
-        return (self.score >= 1).nonzero().flatten().tolist()
+        return (self.score >= 1).nonzero()[0].tolist()
 
 
 class History:
     """What paths were like: moving averages of their quantiles, and their last norms and peaks."""
 
     def __init__(self, paths: int) -> None:
-        self.mean = torch.zeros(paths, len(LEVELS), dtype=torch.float64)
-        self.checks = torch.zeros(paths, dtype=torch.int64)
-        self.norms = torch.full((paths, WINDOW), math.nan, dtype=torch.float64)
-        self.steps = torch.zeros(paths, dtype=torch.int64)
-        self.peaks = torch.full((paths, WINDOW), math.nan, dtype=torch.float64)
-        self.distances = torch.full((paths, WINDOW), math.nan, dtype=torch.float64)
-        self._norm: Tensor | None = None
-        self._spread: Tensor | None = None
+        self.mean = np.zeros((paths, len(LEVELS)))
+        self.checks = np.zeros(paths, np.int64)
+        self.norms = np.full((paths, WINDOW), math.nan)
+        self.steps = np.zeros(paths, np.int64)
+        self.peaks = np.full((paths, WINDOW), math.nan)
+        self.distances = np.full((paths, WINDOW), math.nan)
+        self._norm: Numbers | None = None
+        self._spread: Numbers | None = None
 
-    def habit(self, settings: Settings) -> Tensor:
+    def habit(self, settings: Settings) -> Numbers:
         """How far a path has strayed from its usual norm or distribution lately, without being contaminated."""
         if self._spread is None:
-            spread = self.norms.nan_to_num(-math.inf).amax(1) - self.norm
-            self._spread = torch.maximum(spread, self.distances.nan_to_num(0.0).amax(1)).nan_to_num(0.0)
-        return self._spread.clamp(0.0, 1.5 * settings.floor)
+            spread = _largest(self.norms, -math.inf) - self.norm
+            self._spread = np.fmax(spread, _largest(self.distances, 0.0))
+        return self._spread.clip(0.0, 1.5 * settings.floor)
 
     @property
-    def mature(self) -> Tensor:
+    def mature(self) -> Flags:
         """Paths that have a past, [paths]."""
         return (self.checks >= YOUNG) & (self.steps >= YOUNG)
 
     @property
-    def norm(self) -> Tensor:
-        """The usual norm of each path: the median of its last ones."""
+    def norm(self) -> Numbers:
+        """The usual norm of each path: the (lower) median of its last ones."""
         if self._norm is None:
-            self._norm = self.norms.nanmedian(1).values
+            middle = np.maximum((~np.isnan(self.norms)).sum(1) - 1, 0) // 2
+            self._norm = np.sort(self.norms, 1)[np.arange(len(middle)), middle]  # NaN comes last
         return self._norm
 
-    def add_norms(self, norms: Tensor, held: dict[int, float]) -> None:
+    def add_norms(self, norms: Numbers, held: dict[int, float]) -> None:
         """A step's norms; of contaminated paths at most what ``held`` says. Without a past, what they had so far is forgotten."""
-        norms = norms.clone()
+        norms = norms.copy()
         for path, most in held.items():
-            norms[path] = norms[path].clamp_max(most)
+            norms[path] = min(norms[path], most)
             if not self.mature[path]:
                 self.norms[path] = math.nan
         self.steps += _push(self.norms, self.steps, norms)
@@ -135,50 +139,82 @@ class History:
     def add_check(self, reading: Reading, verdict: Verdict, settings: Settings) -> None:
         """A check's quantiles and peaks; of flagged paths what was expected, and ``release``."""
         usable, flagged = reading.usable, verdict.score >= 1
-        weight = (1 / (self.checks + 1).double()).clamp_min(1 - settings.memory)[:, None]
+        weight = np.maximum(1 / (self.checks + 1), 1 - settings.memory)[:, None]
         held = verdict.target + settings.release / weight  # moves the average itself by ``release``
-        seen = torch.where(flagged[:, None], torch.minimum(reading.quantiles, held), reading.quantiles)
-        self.mean = torch.where(usable[:, None], self.mean + weight * (seen - self.mean), self.mean)
-        peaks = torch.where(flagged, torch.minimum(reading.peaks, verdict.peak + settings.release), reading.peaks)
-        _push(self.peaks, self.checks, torch.where(usable, peaks, math.nan))
-        _push(self.distances, self.checks, torch.where(usable & ~flagged, verdict.distance, math.nan))
+        seen = np.where(flagged[:, None], np.minimum(reading.quantiles, held), reading.quantiles)
+        self.mean = np.where(usable[:, None], self.mean + weight * (seen - self.mean), self.mean)
+        peaks = np.where(flagged, np.minimum(reading.peaks, verdict.peak + settings.release), reading.peaks)
+        _push(self.peaks, self.checks, np.where(usable, peaks, math.nan))
+        _push(self.distances, self.checks, np.where(usable & ~flagged, verdict.distance, math.nan))
         self.checks += usable
         self._spread = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it."""
-        return {name: value.clone() for name, value in self._kept().items()}
+        """All of it, as tensors."""
+        return {name: torch.tensor(value) for name, value in self._kept().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo of ``state_dict``."""
         for name, value in self._kept().items():
-            value.copy_(state[name])
+            value[...] = state[name].numpy()
         self._norm = self._spread = None
 
-    def _kept(self) -> dict[str, Tensor]:
+    def _kept(self) -> dict[str, NDArray[Any]]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
-def _push(ring: Tensor, counts: Tensor, values: Tensor) -> Tensor:
+def _push(ring: Numbers, counts: Places, values: Numbers) -> Flags:
     """Put the finite ``values`` in their places; returns which are."""
-    fine = np.isfinite(values.numpy())
-    ring.numpy()[fine, counts.numpy()[fine] % ring.shape[1]] = values.numpy()[fine]
-    return torch.from_numpy(fine)
+    fine = np.isfinite(values)
+    ring[fine, counts[fine] % ring.shape[1]] = values[fine]
+    return fine
 
 
-def suspicious(norms: Tensor, history: History, episode: Tensor, settings: Settings) -> Tensor:
+def _largest(rows: Numbers, of_none: float) -> Numbers:
+    """Of each line, NaNs left out."""
+    return np.where(np.isnan(rows), of_none, rows).max(1)
+
+
+def suspicious(norms: Numbers, history: History, episode: Flags, settings: Settings) -> Flags:
     """The screen: paths [paths] whose norm leaps over its own past further than the others' do now, or is not finite.
 
     ``norms`` are logarithms; −inf stands for no gradient. ``episode``: paths that were contaminated when they were last checked.
     """
-    leap, odd = norms - history.norm, norms.isnan() | norms.isposinf()
-    known = (leap.isfinite() & (history.steps >= YOUNG))[None]
-    over = (leap - medians(leap[None], known, lower=True))[0]
-    limit = (_thresholds(over[None], known, settings.floor, settings.zeta)[0] + history.habit(settings)) * _stay(episode)
-    return (known[0] & (over > limit)) | odd
+    leap = norms - history.norm
+    known = np.isfinite(leap) & (history.steps >= YOUNG)
+    odd = np.isnan(norms) | (norms == math.inf)
+    if not known.any():
+        return odd
+    over = leap - _middle(leap[known], lower=True)
+    common, limit = over[known], settings.floor
+    if len(common) >= FEWEST:
+        limit = max(limit, settings.zeta * MAD * _middle(np.abs(common - _middle(common))))
+    return (known & (over > (limit + history.habit(settings)) * _stay(episode))) | odd
 
 
-def judge(reading: Reading, history: History, kinds: Sequence[Sequence[int]], episode: Tensor, settings: Settings) -> Verdict:
+def _middle(values: Numbers, lower: bool = False) -> float:
+    """The median; of an even number the ``lower`` of the two middle ones, or their mean."""
+    ordered, last = np.sort(values), len(values) - 1
+    low = ordered[last // 2]
+    return low if lower else (low + ordered[(last + 1) // 2]) / 2
+
+
+class Kinds:
+    """The paths of each kind, one line a kind, filled up with path 0: all that is compared is compared within a line.
+
+    Args:
+        kinds: of each its paths.
+    """
+
+    def __init__(self, kinds: Sequence[Sequence[int]]) -> None:
+        self.paths = np.zeros((len(kinds), max(map(len, kinds))), np.int64)
+        self.real = np.zeros(self.paths.shape, np.bool_)
+        for line, kind in enumerate(kinds):
+            self.paths[line, : len(kind)] = kind
+            self.real[line, : len(kind)] = True
+
+
+def judge(reading: Reading, history: History, kinds: Kinds, episode: Flags, settings: Settings) -> Verdict:
     """Score every path and say what would be usual for it.
 
     Args:
@@ -188,44 +224,41 @@ def judge(reading: Reading, history: History, kinds: Sequence[Sequence[int]], ep
         episode: [paths], which were contaminated when they were last checked.
         settings: what counts.
     """
-    usable = reading.usable
-    paths = torch.zeros(len(kinds), max(map(len, kinds)), dtype=torch.int64)  # one line a kind, filled up with path 0
-    there = torch.zeros_like(paths, dtype=torch.bool)
-    for line, kind in enumerate(kinds):
-        paths[line, : len(kind)] = torch.tensor(kind)
-        there[line, : len(kind)] = usable[paths[line, : len(kind)]]
-    drift = _common_drift(reading, history, usable & history.mature)
+    usable, paths = reading.usable, kinds.paths
+    there = kinds.real & usable[paths]
     fresh = episode | (history.checks == 0) | (history.steps < YOUNG)
-    found, at = _Kinds(reading, history, paths, there, fresh[paths], drift, settings), paths[there]
+    with np.errstate(all="ignore"):  # NaN and infinity stand for what there is not
+        drift = _common_drift(reading, history, usable & history.mature)
+        found, at = _Compared(reading, history, paths, there, fresh[paths], drift, settings), paths[there]
 
-    def spread(values: Tensor, others: Tensor) -> Tensor:
-        others = others.clone()
-        others[at] = values[there]
-        return others
+        def spread(values: Numbers, others: Numbers) -> Numbers:
+            others = others.copy()
+            others[at] = values[there]
+            return others
 
-    nothing = torch.zeros_like(reading.norms)
-    return Verdict(
-        spread(found.score, nothing) / _stay(episode),
-        spread(found.distance, nothing),
-        spread(found.target, reading.quantiles),
-        spread(found.norm, reading.norms),
-        spread(found.peak, reading.peaks),
-    )
-
-
-def _stay(episode: Tensor) -> Tensor:
-    return torch.where(episode, STAY, 1.0).double()
+        nothing = np.zeros_like(reading.norms)
+        return Verdict(
+            spread(found.score, nothing) / _stay(episode),
+            spread(found.distance, nothing),
+            spread(found.target, reading.quantiles),
+            spread(found.norm, reading.norms),
+            spread(found.peak, reading.peaks),
+        )
 
 
-def _common_drift(reading: Reading, history: History, known: Tensor) -> tuple[Tensor, Tensor]:
+def _stay(episode: Flags) -> Numbers:
+    return np.where(episode, STAY, 1.0)
+
+
+def _common_drift(reading: Reading, history: History, known: Flags) -> tuple[float, float]:
     """How far all paths have moved since their past: medians of the mean over levels, and of the norm; 0 without a past."""
-    moved = torch.stack([(reading.quantiles - history.mean).mean(1), reading.norms - history.norm])
-    levels, norm = medians(moved, known.expand_as(moved), lower=True).nan_to_num(0.0)[:, 0]
+    moved = np.stack([(reading.quantiles - history.mean).mean(1), reading.norms - history.norm])
+    levels, norm = np.nan_to_num(medians(moved, np.broadcast_to(known, moved.shape), lower=True), nan=0.0)[:, 0]
     return levels, norm
 
 
-class _Kinds:
-    """The usable paths of all kinds, one line a kind: all that is compared is compared within a line.
+class _Compared:
+    """The usable paths of all kinds.
 
     ``paths`` [kinds, most paths of one]; ``there``: which of them count; ``fresh``: which were not found fine before.
     """
@@ -234,10 +267,10 @@ class _Kinds:
         self,
         reading: Reading,
         history: History,
-        paths: Tensor,
-        there: Tensor,
-        fresh: Tensor,
-        drift: tuple[Tensor, Tensor],
+        paths: Places,
+        there: Flags,
+        fresh: Flags,
+        drift: tuple[float, float],
         settings: Settings,
     ) -> None:
         self.settings, self.there, self.known = settings, there, there & history.mature[paths]
@@ -246,79 +279,77 @@ class _Kinds:
         across, strict, self.centre = self._cross()
         self.distance, self.expected = self._temporal(drift)
         after = self.distance / (self._threshold(self.distance, self.known, settings.floor) + self.habit)
-        young = torch.minimum(strict, self._leap(there & ~fresh) / (settings.floor + self.habit))
-        self.score = torch.where(self.known, torch.minimum(after, across), young)
-        self.target = torch.where(self.known[..., None], self.expected, self.centre)
-        self.norm = torch.where(self.known, _high(history.norms)[paths], medians(self.n, there))
-        past_peak = history.peaks.nan_to_num(-math.inf).amax(1)[paths]
-        self.peak = torch.where(self.known, past_peak, medians(reading.peaks[paths], there))
+        young = np.minimum(strict, self._leap(there & ~fresh) / (settings.floor + self.habit))
+        self.score = np.where(self.known, np.minimum(after, across), young)
+        self.target = np.where(self.known[..., None], self.expected, self.centre)
+        self.norm = np.where(self.known, _high(history.norms)[paths], medians(self.n, there))
+        past_peak = _largest(history.peaks, -math.inf)[paths]
+        self.peak = np.where(self.known, past_peak, medians(reading.peaks[paths], there))
 
-    def _cross(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _cross(self) -> tuple[Numbers, Numbers, Numbers]:
         """Against the peers: distance over its threshold with and without a past, and the peers' barycentre."""
         floor, there = self.settings.floor, self.there
         centre = barycentre(self.q, self._usual(excess(self.q, medians(self.q, there)), there))
-        raw = torch.maximum(excess(self.q, centre), self.n - medians(self.n, there))
+        raw = np.maximum(excess(self.q, centre), self.n - medians(self.n, there))
         raw = raw - medians(raw, there)
         strict = raw / self._threshold(raw, there, self.settings.young_floor)
-        peers = there.sum(1, keepdim=True) >= FEWEST
-        centre = torch.where(peers[..., None], centre, self.q)
-        return torch.where(peers, raw / floor, math.inf), torch.where(peers, strict, 0.0), centre
+        peers = there.sum(1, keepdims=True) >= FEWEST
+        centre = np.where(peers[..., None], centre, self.q)
+        return np.where(peers, raw / floor, math.inf), np.where(peers, strict, 0.0), centre
 
-    def _leap(self, measured: Tensor) -> Tensor:
+    def _leap(self, measured: Flags) -> Numbers:
         """Of the norm over its usual one, further than the others' leap; infinite for those that were not ``measured`` before."""
         leap = self.n - self.usual
-        common = torch.where(measured.sum(1, keepdim=True) >= FEWEST, medians(leap, measured).clamp_min(0), 0.0)
-        return torch.where(measured, leap - common, math.inf)
+        common = np.where(measured.sum(1, keepdims=True) >= FEWEST, np.maximum(medians(leap, measured), 0), 0.0)
+        return np.where(measured, leap - common, math.inf)
 
-    def _temporal(self, drift: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _temporal(self, drift: tuple[float, float]) -> tuple[Numbers, Numbers]:
         """Against the own past, moved as the peers moved: distance, and that past."""
         moved, leap, known = self.q - self.past, self.n - self.usual, self.known
-        peers = known.sum(1, keepdim=True) >= FEWEST
+        peers = known.sum(1, keepdims=True) >= FEWEST
         rough = excess(moved, medians(moved, known))
-        common = torch.where(peers[..., None], barycentre(moved, self._usual(rough, known)), drift[0])
-        leap = leap - torch.where(peers, medians(leap, known), drift[1])
-        distance = torch.maximum(excess(moved, common), leap)
-        return torch.where(known, distance, 0.0), self.past + common
+        common = np.where(peers[..., None], barycentre(moved, self._usual(rough, known)), drift[0])
+        leap = leap - np.where(peers, medians(leap, known), drift[1])
+        distance = np.maximum(excess(moved, common), leap)
+        return np.where(known, distance, 0.0), self.past + common
 
-    def _usual(self, rough: Tensor, among: Tensor) -> Tensor:
+    def _usual(self, rough: Numbers, among: Flags) -> Flags:
         """Those ``among`` the paths that are no outliers by a rough distance."""
         return among & (rough - medians(rough, among) < self._threshold(rough, among, self.settings.floor))
 
-    def _threshold(self, distances: Tensor, among: Tensor, floor: float) -> Tensor:
+    def _threshold(self, distances: Numbers, among: Flags, floor: float) -> Numbers:
         return _thresholds(distances, among, floor, self.settings.zeta)
 
 
-def _thresholds(distances: Tensor, among: Tensor, floor: float, zeta: float) -> Tensor:
+def _thresholds(distances: Numbers, among: Flags, floor: float, zeta: float) -> Numbers:
     """``zeta`` deviations, by the median absolute deviation of the paths ``among``; at least ``floor``, all there is of few.
 
     [kinds, paths] → [kinds, 1].
     """
-    deviation = zeta * MAD * medians((distances - medians(distances, among)).abs(), among)
-    few = among.sum(1, keepdim=True) < FEWEST
-    return torch.where(few, floor, deviation.clamp_min(floor))
+    deviation = zeta * MAD * medians(np.abs(distances - medians(distances, among)), among)
+    few = among.sum(1, keepdims=True) < FEWEST
+    return np.where(few, floor, np.maximum(deviation, floor))
 
 
-def medians(values: Tensor, among: Tensor, lower: bool = False) -> Tensor:
+def medians(values: Numbers, among: Flags, lower: bool = False) -> Numbers:
     """The median over dim 1 of [kinds, paths, …] of those ``among`` [kinds, paths] → [kinds, 1, …]; NaN of none.
 
     Of an even number the ``lower`` of the two middle ones, or their mean.
     """
-    found, counts = values.numpy(), among.numpy().sum(1)  # numpy: these are hundreds of small operations
-    middle = np.full((len(found), 1, *found.shape[2:]), np.nan)
-    ordered = np.sort(np.where(among.numpy().reshape(*among.shape, *[1] * (found.ndim - 2)), found, np.inf), 1)
-    with np.errstate(invalid="ignore"):
-        for line, count in enumerate(counts):
-            if count:
-                low, high = ordered[line, (count - 1) // 2], ordered[line, count // 2]
-                middle[line, 0] = low if lower else (low + high) / 2
-    return torch.from_numpy(middle)
+    counts, more = among.sum(1), (1,) * (values.ndim - 2)
+    ordered = np.sort(np.where(among.reshape(*among.shape, *more), values, math.inf), 1)
+    lines = np.arange(len(counts))
+    middle = ordered[lines, np.maximum(counts - 1, 0) // 2]
+    if not lower:
+        middle = (middle + ordered[lines, np.minimum(counts // 2, ordered.shape[1] - 1)]) / 2
+    return np.where((counts > 0).reshape(-1, *more), middle, math.nan)[:, None]
 
 
-def _high(norms: Tensor) -> Tensor:
+def _high(norms: Numbers) -> Numbers:
     """The 0.9-quantile over each line of [paths, WINDOW], NaNs left out."""
-    ordered = norms.sort(1).values  # NaN comes last
-    place = 0.9 * (norms.isfinite().sum(1, keepdim=True) - 1).clamp_min(0).double()
-    below = place.long()
-    low, high = ordered.gather(1, below), ordered.gather(1, (below + 1).clamp_max(norms.shape[1] - 1))
+    ordered, lines = np.sort(norms, 1), np.arange(len(norms))  # NaN comes last
+    place = 0.9 * np.maximum(np.isfinite(norms).sum(1) - 1, 0)
+    below = place.astype(np.int64)
+    low, high = ordered[lines, below], ordered[lines, np.minimum(below + 1, norms.shape[1] - 1)]
     part = place - below
-    return torch.where(part > 0, torch.lerp(low, high, part), low)[:, 0]
+    return np.where(part > 0, low + part * (high - low), low)

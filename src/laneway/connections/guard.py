@@ -15,14 +15,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import nn
 
 from laneway.connections.agreement import SameDecision
 from laneway.connections.path_gradients import PathGradients
 from laneway.connections.paths import Path, paths_of
 from laneway.core import InputError, Statistics, positive_int, real
 
+Norms = NDArray[np.float64]
 Tell = Callable[..., None]
 """Called as ``tell(kind, path=…, score=…, correction=…, …)`` for what a person should know."""
 
@@ -59,9 +62,8 @@ class PathNormGuard:
         self.warmup = positive_int("warmup", warmup)
         self.gradients = PathGradients(paths_of(model) if isinstance(model, nn.Module) else model)
         self.tell, self.agreement = tell, SameDecision("guard", verify)
-        device = self.gradients.device
-        self.mean = torch.zeros(len(self.gradients.paths), device=device)
-        self.seen = torch.zeros(len(self.gradients.paths), device=device)
+        self.mean = np.zeros(len(self.gradients.paths))
+        self.seen = np.zeros(len(self.gradients.paths))
         self.purified = 0
         self._told: list[dict[str, Any]] = []
 
@@ -75,22 +77,21 @@ class PathNormGuard:
 
     @torch.no_grad()
     def on_backward_end(self, step: int) -> None:
-        """Scale what leaps. The host reads one flag a path."""
+        """Scale what leaps. The host waits for a number a path."""
         self.gradients.look()
-        norms = self.gradients.norms()
-        fine = norms.isfinite() & (norms > 0)
-        over = fine & (self.seen >= self.warmup) & (norms > self.factor * self.mean)
-        flags = torch.stack([over, ~norms.isfinite()])
-        scale = torch.where(over, self.mean / norms, 1.0)
-        self._average(norms, fine)
-        flagged, poisoned = ([path for path, flag in enumerate(line) if flag] for line in flags.tolist())
+        norms = self.gradients.norms().numpy()
+        finite = np.isfinite(norms)
+        over = finite & (self.seen >= self.warmup) & (norms > self.factor * self.mean)
+        flagged, poisoned = over.nonzero()[0].tolist(), (~finite).nonzero()[0].tolist()
+        factors = {path: float(self.mean[path] / norms[path]) for path in flagged}
+        self._average(norms, finite & (norms > 0))
+        for path, factor in factors.items():
+            for view in self.gradients.of(path):
+                view.data.mul_(factor)
+        self.gradients.release()
         self.purified = len(flagged)
         self.agreement.put([step, *flagged])
-        for path in flagged:
-            for view in self.gradients.of(path):
-                view.data.mul_(scale[path])
-        factors = scale[flagged].tolist() if flagged else []
-        for path, factor in [*zip(flagged, factors, strict=True), *((path, None) for path in poisoned)]:
+        for path, factor in [*factors.items(), *((path, None) for path in poisoned)]:
             score = None if factor is None else 1 / factor
             self._told.append({"path": self.gradients.paths[path].name, "score": score, "correction": factor})
 
@@ -104,7 +105,8 @@ class PathNormGuard:
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, by path."""
-        return {"names": [path.name for path in self.gradients.paths], "mean": self.mean.clone(), "seen": self.seen.clone()}
+        kept = {"mean": self.mean, "seen": self.seen}
+        return {"names": [path.name for path in self.gradients.paths], **{k: torch.tensor(v) for k, v in kept.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo of ``state_dict``.
@@ -113,13 +115,12 @@ class PathNormGuard:
             InputError: the state is of other paths.
         """
         check_names(state["names"], self.gradients.paths)
-        self.mean.copy_(state["mean"])
-        self.seen.copy_(state["seen"])
+        self.mean[:], self.seen[:] = state["mean"].numpy(), state["seen"].numpy()
 
-    def _average(self, norms: Tensor, fine: Tensor) -> None:
-        weight = (1 / (self.seen + 1)).clamp_min(1 - self.decay)
-        seen = torch.where(self.seen < self.warmup, norms, torch.minimum(norms, self.factor * self.mean))
-        self.mean = torch.where(fine, self.mean + weight * (seen - self.mean), self.mean)
+    def _average(self, norms: Norms, fine: NDArray[np.bool_]) -> None:
+        weight = np.maximum(1 / (self.seen + 1), 1 - self.decay)
+        kept = np.where(self.seen < self.warmup, norms, np.minimum(norms, self.factor * self.mean))
+        self.mean = np.where(fine, self.mean + weight * (kept - self.mean), self.mean)
         self.seen += fine
 
 

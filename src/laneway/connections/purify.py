@@ -19,15 +19,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from laneway.connections.agreement import SameDecision
-from laneway.connections.contamination import History, Reading, Settings, Verdict, judge, suspicious
+from laneway.connections.contamination import Flags, History, Kinds, Numbers, Reading, Settings, Verdict, judge, suspicious
 from laneway.connections.guard import Tell, check_names
 from laneway.connections.path_gradients import PathGradients
 from laneway.connections.paths import Path, paths_of
-from laneway.connections.readings import norms_of, read
+from laneway.connections.readings import read
 from laneway.connections.transport import move_down
 from laneway.core import Statistics, choice, positive_int, real
 
@@ -88,7 +89,7 @@ class GradientPurifier:
         kinds: dict[str, list[int]] = {}
         for index, path in enumerate(self.paths):
             kinds.setdefault(path.kind, []).append(index)
-        self.kinds = list(kinds.values())
+        self.kinds = Kinds(list(kinds.values()))
         self.history, self.agreement = History(len(self.paths)), SameDecision("purify", verify)
         self.statistics: Statistics | None = None
         self.checks = 0
@@ -113,7 +114,7 @@ class GradientPurifier:
         squares = self._squares if self.statistics is None else self.statistics.get(SQUARES)
         self._alarm = False
         if self.screen == "late" and squares is not None:
-            self._alarm = self._look_at(squares.double().cpu().log() / 2)
+            self._alarm = self._look_at(_log(squares.double().cpu()) / 2)
 
     @torch.no_grad()
     def on_backward_end(self, step: int) -> None:
@@ -122,7 +123,7 @@ class GradientPurifier:
         due, alarm = step % self.every == 0, self._alarm
         norms = None
         if self.screen == "now":
-            norms = self.gradients.norms().double().cpu().log()
+            norms = _log(self.gradients.norms())
             alarm = bool(self._suspicious(norms).any())
         elif self.screen == "late":
             self._keep_squares()
@@ -133,6 +134,7 @@ class GradientPurifier:
             norms = reading.norms if norms is None else norms
         if norms is not None and self.screen != "late":
             self.history.add_norms(norms, self.held)
+        self.gradients.release()
         self.agreement.put([step, *self.flagged])
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
@@ -166,19 +168,19 @@ class GradientPurifier:
 
     # -- screen
 
-    def _look_at(self, norms: Tensor) -> bool:
+    def _look_at(self, norms: Numbers) -> bool:
         """Whether the step before calls for a check; its norms become part of the past."""
-        odd = self._suspicious(norms).nonzero().flatten().tolist()
-        held = {path: self.history.norm[path].item() + self.settings.release for path in odd}
+        odd = self._suspicious(norms).nonzero()[0].tolist()
+        held = {path: self.history.norm[path] + self.settings.release for path in odd}
         self.history.add_norms(norms, held | self.held)
         return bool(odd)
 
-    def _suspicious(self, norms: Tensor) -> Tensor:
+    def _suspicious(self, norms: Numbers) -> Flags:
         return suspicious(norms, self.history, self._episode, self.settings)
 
     @property
-    def _episode(self) -> Tensor:
-        return torch.tensor(self.in_a_row) > 0
+    def _episode(self) -> Flags:
+        return np.array(self.in_a_row) > 0
 
     def _keep_squares(self) -> None:
         squares = self.gradients.squares()
@@ -189,15 +191,15 @@ class GradientPurifier:
 
     # -- check
 
-    def _repair(self, reading: Reading, poisoned: Tensor, due: bool) -> None:
+    def _repair(self, reading: Reading, poisoned: list[int], due: bool) -> None:
         """Correct what is contaminated. The past of quantiles is of checks that are due: others come when something is wrong."""
         self.checks += 1
         verdict = judge(reading, self.history, self.kinds, self._episode, self.settings)
         self.flagged = verdict.flagged
-        usual = torch.where(self.history.mature, self.history.norm, verdict.norm) + self.settings.release
-        self.held = {path: usual[path].item() for path in self.flagged}
+        usual = np.where(self.history.mature, self.history.norm, verdict.norm) + self.settings.release
+        self.held = {path: float(usual[path]) for path in self.flagged}
         corrections = self._correct(reading, verdict) if self.flagged else {}
-        corrections |= dict.fromkeys(poisoned.nonzero().flatten().tolist())
+        corrections |= dict.fromkeys(poisoned)
         for index in range(len(self.paths)):
             self.in_a_row[index] = self.in_a_row[index] + 1 if index in corrections else 0
         for index, correction in corrections.items():
@@ -208,13 +210,13 @@ class GradientPurifier:
     def _correct(self, reading: Reading, verdict: Verdict) -> dict[int, float | None]:
         """→ what the norm of each flagged path was multiplied by."""
         for path in self.flagged:
-            largest = verdict.peak[path].exp().item()
+            largest = float(np.exp(verdict.peak[path]))
             for view in self.gradients.of(path):
                 move_down(view.data, reading.quantiles[path], verdict.target[path] + TOLERANCE, self.strength)
                 most = min(largest, torch.finfo(view.data.dtype).max)
                 view.data.clamp_(-most, most)
-        norms, before = norms_of(self.gradients, self.flagged), reading.norms[self.flagged].exp()
-        scale = (verdict.norm[self.flagged].exp() / norms).clamp_max(1.0)
+        norms, before = self.gradients.exact(self.flagged).sqrt().numpy(), np.exp(reading.norms[self.flagged])
+        scale = np.minimum(np.exp(verdict.norm[self.flagged]) / norms, 1.0)
         for path, factor in zip(self.flagged, scale.tolist(), strict=True):
             if factor < 1:
                 for view in self.gradients.of(path):
@@ -224,5 +226,10 @@ class GradientPurifier:
     def _tell_of(self, index: int, verdict: Verdict, correction: float | None) -> None:
         count = self.in_a_row[index]
         if count == 10 ** (len(str(count)) - 1):
-            score = None if correction is None else verdict.score[index].item()
+            score = None if correction is None else float(verdict.score[index])
             self._told.append({"path": self.paths[index].name, "score": score, "correction": correction, "in_a_row": count})
+
+
+def _log(values: Tensor) -> Numbers:
+    """−inf of zero."""
+    return values.log().numpy()

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Numbers = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 BINS = 256
 LOWEST, OCTAVES = -96.0, 0.5  # lower edge of the first bin as a power of two; width of a bin
+_LOWEST_EXPONENT, _ROOT, _INFINITE = 127 + int(LOWEST), 0x3504F3, 0x7F800000  # bits of 2^LOWEST, √2 and infinity
 _NATS = OCTAVES * math.log(2)
-_EDGES = torch.tensor([i / 32 for i in range(32)] + [1 - 2.0**-k for k in (6, 7, 8)] + [1.0], dtype=torch.float64)
+_EDGES = np.array([i / 32 for i in range(32)] + [1 - 2.0**-k for k in (6, 7, 8)] + [1.0])
 LEVELS = (_EDGES[1:] + _EDGES[:-1]) / 2
 """Where quantiles are taken, [35]: evenly, and more closely in the upper tail, where a few huge values lie."""
 WEIGHTS = _EDGES[1:] - _EDGES[:-1]
@@ -28,46 +34,48 @@ def histograms(values: Tensor, owners: Tensor, count: int) -> Tensor:
 
     Zeros and what is not finite are left out; magnitudes beyond the bins count in the first or last one.
     """
-    octaves = values.detach().abs().float().log2()
-    fine = octaves.isfinite()
-    bins = ((octaves - LOWEST) / OCTAVES).nan_to_num(0.0, BINS, 0.0).floor().clamp(0, BINS - 1).long()
+    # By the bits of a float: exact, and two whole bins an octave. √2 lies just above its mantissa.
+    bits = values.detach().abs().float().view(torch.int32)
+    bins = ((bits >> 23) - _LOWEST_EXPONENT) * 2 + ((bits & 0x7FFFFF) > _ROOT)
+    fine = (bits > 0) & (bits < _INFINITE)
+    bins = bins.clamp_(0, BINS - 1).long()
     found = torch.zeros(count * BINS, device=values.device)
     # Whole numbers: the sum is exact in any order.
     return found.index_add_(0, owners * BINS + bins, fine.float()).view(count, BINS)
 
 
-def quantiles(counts: Tensor) -> Tensor:
-    """Counts […, BINS] → ln|g| at ``LEVELS``, float64 […, levels]; NaN where nothing was counted."""
-    below = counts.double().cumsum(-1)
-    total = below[..., -1:]
-    wanted = total * LEVELS.to(counts.device)
-    bins = torch.searchsorted(below, wanted.contiguous()).clamp_max(BINS - 1)
-    inside = counts.double().gather(-1, bins)
-    before = below.gather(-1, bins) - inside
-    part = ((wanted - before) / inside.clamp_min(1)).clamp(0, 1)
-    found = LOWEST * math.log(2) + (bins + part) * _NATS
-    return torch.where(total > 0, found, math.nan)
+def quantiles(counts: Numbers) -> Numbers:
+    """Counts [N, BINS] → ln|g| at ``LEVELS`` [N, levels]; NaN where nothing was counted."""
+    below = counts.cumsum(1)
+    total = below[:, -1:]
+    wanted, lines = total * LEVELS, np.arange(len(counts))[:, None]
+    apart = lines * (total.max(initial=0) + 1)  # one search for all lines: each lies above the one before
+    bins = (np.searchsorted((below + apart).ravel(), (wanted + apart).ravel()).reshape(wanted.shape) - lines * BINS).clip(
+        0, BINS - 1
+    )
+    inside = counts[lines, bins]
+    part = ((wanted - (below[lines, bins] - inside)) / np.maximum(inside, 1)).clip(0, 1)
+    return np.where(total > 0, LOWEST * math.log(2) + (bins + part) * _NATS, math.nan)
 
 
-def distance(a: Tensor, b: Tensor, order: int = 2) -> Tensor:
+def distance(a: Numbers, b: Numbers, order: int = 2) -> Numbers:
     """Wasserstein distance of two quantile functions […, levels], in nats."""
-    return ((a - b).abs().pow(order) @ WEIGHTS.to(a)).pow(1 / order)
+    return (np.abs(a - b) ** order @ WEIGHTS) ** (1 / order)
 
 
-def excess(a: Tensor, b: Tensor) -> Tensor:
+def excess(a: Numbers, b: Numbers) -> Numbers:
     """The part of the Wasserstein-2 distance by which ``a`` is larger than ``b``: equal to it where a ≥ b everywhere."""
-    return ((a - b).clamp_min(0).square() @ WEIGHTS.to(a)).sqrt()
+    return np.sqrt(np.square(np.maximum(a - b, 0)) @ WEIGHTS)
 
 
-def barycentre(quantiles_: Tensor, inside: Tensor) -> Tensor:
+def barycentre(quantiles_: Numbers, inside: Flags) -> Numbers:
     """Of each distribution […, P, levels], the Wasserstein-2 barycentre of the others ``inside`` […, P]; NaN if there is none."""
-    chosen = torch.where(inside[..., None], quantiles_, 0.0)
-    others = inside.sum(-1, keepdim=True) - inside.long()
-    found = (chosen.sum(-2, keepdim=True) - chosen) / others.clamp_min(1)[..., None]
-    return torch.where(others[..., None] > 0, found, math.nan)
+    chosen = np.where(inside[..., None], quantiles_, 0.0)
+    others = (inside.sum(-1, keepdims=True) - inside)[..., None]
+    return np.where(others > 0, (chosen.sum(-2, keepdims=True) - chosen) / np.maximum(others, 1), math.nan)
 
 
-def move_down(gradient: Tensor, source: Tensor, target: Tensor, strength: float, chunk: int = 1 << 20) -> None:
+def move_down(gradient: Tensor, source: Numbers, target: Numbers, strength: float, chunk: int = 1 << 20) -> None:
     """Transport a gradient's magnitudes from one distribution towards another, in place: signs stay, nothing grows.
 
     ln|g| ← ln|g| − strength · max(0, source − target), both taken at the level at which |g| lies in ``source``.
@@ -78,9 +86,9 @@ def move_down(gradient: Tensor, source: Tensor, target: Tensor, strength: float,
         strength: 0 (nothing) to 1 (all of the way).
         chunk: numbers that are worked on at a time, which bounds the memory in use.
     """
-    down = strength * (source - target).clamp_min(0)
+    down = strength * np.maximum(source - target, 0)
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    knots, shifts = source.to(gradient.device, wide), down.to(gradient.device, wide)
+    knots, shifts = (torch.from_numpy(values).to(gradient.device, wide) for values in (source, down))
     for part in gradient.view(-1).split(chunk) if gradient.is_contiguous() else [gradient]:
         factor = interpolate(part.abs().to(wide).log(), knots, shifts).neg_().exp_()
         part.copy_(part.to(wide) * factor)

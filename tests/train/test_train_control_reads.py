@@ -35,7 +35,7 @@ def test_the_mode_sees_what_it_forbids():
             asks(torch.ones(()))
 
 
-@pytest.mark.parametrize("name", [*sorted(SETTINGS.keys() - {"off", "all"}), "auto"])
+@pytest.mark.parametrize("name", [*sorted(SETTINGS.keys() - {"off", "again", "all"}), "auto"])
 def test_no_number_goes_to_the_host_within_a_step(name):
     config = ControlConfig(**({"curvature": "auto"} if name == "auto" else SETTINGS[name]))
     torch.manual_seed(0)

@@ -1,10 +1,11 @@
 """What the controls of a run add to a step over several ranks, with what they share and all that they compute.
 
-Processes on this machine, joined by gloo, train the same model with controls off and under each setting in turns, step by step,
-through the loop's own step: data-parallel gradients, the one collective for what ranks share, clipping, AdamW. ``extra`` is the
-paired difference to off, as a fraction of it, over one cycle of a setting's checks, and ``extra_cpu`` the same in CPU time, the
-mean over the ranks. Ranks share this machine's cores, so a step waits for the slowest of them. What does not vary is counted:
-collectives, and the bytes of the one in which ranks share numbers. What controls may cost is ``TARGET``.
+Processes on this machine, joined by gloo, train the same model with controls off, off again and under each setting, step by step
+in turns whose order is drawn anew, through the loop's own step: data-parallel gradients, the one collective for what ranks share,
+clipping, AdamW. ``extra`` is the paired difference to off, as a fraction of it, over one cycle of a setting's checks, and
+``extra_cpu`` the same in CPU time, the mean over the ranks. What ``again`` takes more or less than off is what such a measurement
+can't tell. Ranks share this machine's cores, so a step waits for the slowest of them. What does not vary is counted: collectives,
+and the bytes of the one in which ranks share numbers. What controls may cost is ``TARGET``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from laneway.train.workbench import make_optimizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "off": {},
+    "again": {},
     "guard": {"norm_guard": math.e},
     "purify": {"purify_every": 6},
     "purify-late": {"purify_every": 6, "purify_screen": "late"},
@@ -132,7 +134,7 @@ def rows_of(options: ControlRanksOptions, found: dict[str, dict[str, list[float]
                 "extra_cpu_q3": cpu_high,
                 "collectives": statistics.mean(steps["collectives"]),
                 "shared_bytes": steps["shared_bytes"][0],
-                **judged(None if name == "off" else TARGET, extra),
+                **judged(None if name in ("off", "again") else TARGET, extra),
             }
         )
     return rows
@@ -190,14 +192,14 @@ def _rank(rank: int, name: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
     ranks = Ranks(rank, rank, options.ranks, torch.device("cpu"))
-    settings = list(dict.fromkeys(("off", *options.settings)))
+    settings = list(dict.fromkeys(("off", "again", *options.settings)))
     runs = {setting: Run(options, ranks, SETTINGS[setting]) for setting in settings}
     found: dict[str, dict[str, list[float]]] = {setting: {"ms": [], "cpu_ms": [], "collectives": []} for setting in settings}
-    draw = torch.Generator().manual_seed(rank)
+    draw, turns = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(0)
     for number in range(1, (options.cycles + 1) * CYCLE + 1):
         tokens = torch.randint(0, 256, (options.batch, options.context + 1), generator=draw)
-        for turn in range(len(settings)):
-            setting = settings[(turn + number) % len(settings)]
+        for turn in torch.randperm(len(settings), generator=turns).tolist():
+            setting = settings[turn]
             dist.barrier()
             begun, start, cpu = _collectives(), time.perf_counter(), time.process_time()
             runs[setting].step(number, (tokens[:, :-1], tokens[:, 1:]))

@@ -113,20 +113,22 @@ class PathGradients:
         """What this rank adds to the squares of ``norms`` [paths]. Uncompiled, inf where fp32 can't hold it."""
         if (sums := self._sums()) is not None:
             return sums[0].clone()
-        views = self._counting()
-        norms = torch._foreach_norm(views, 2, dtype=_at_least_fp32(views)) if views else ()
-        return self._table.by_path([norm.square() for norm in norms], self.device).to(self._wide).sum(1)
+        if not (views := self._counting()):
+            return torch.zeros(len(self.paths), dtype=self._wide, device=self.device)
+        norms = torch.stack(torch._foreach_norm(views, 2, dtype=_at_least_fp32(views)))
+        return self._table.by_path(norms.square()).to(self._wide).sum(1)
 
     def peaks(self) -> Tensor:
         """The largest magnitude of each path on this rank [paths]; NaN or inf where one is."""
         if (sums := self._sums()) is not None:
             return sums[1].clone()
-        views = self._counting()
+        if not (views := self._counting()):
+            return torch.zeros(len(self.paths), dtype=self._wide, device=self.device)
         if self.device.type == "cpu":  # the norm of that order is many times slower there
             found = [torch.maximum(-low, high) for low, high in map(torch.aminmax, views)]
         else:
-            found = list(torch._foreach_norm(views, math.inf)) if views else []
-        return self._table.by_path([peak.to(self._wide) for peak in found], self.device).amax(1)
+            found = torch._foreach_norm(views, math.inf, dtype=_at_least_fp32(views))
+        return self._table.by_path(torch.stack([peak.to(self._wide) for peak in found])).amax(1)
 
     def counts(self, sample: int) -> Tensor:
         """How many magnitudes of each path on this rank fall into each bin of ``transport`` [paths, bins].

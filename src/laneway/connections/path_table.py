@@ -56,13 +56,10 @@ class Table:
             for place, start, part in zip(self._which.tolist(), self._starts.tolist(), self.parts, strict=True)
         ]
 
-    def by_path(self, values: Sequence[Tensor], device: torch.device) -> Tensor:
-        """A number of each part → [paths, most parts of a path], zero where there is none."""
-        if not values:
-            return torch.zeros(self._paths, 1, device=device)
+    def by_path(self, values: Tensor) -> Tensor:
+        """A number of each part, one or more → [paths, most parts of a path], zero where there is none."""
         # By index and in a fixed order: a scattered sum may differ in its last bits between two ranks.
-        padded = torch.stack(list(values))
-        return torch.cat([padded, padded.new_zeros(1)])[self._places(device)]
+        return torch.cat([values, values.new_zeros(1)])[self._places(values.device)]
 
     def _places(self, device: torch.device) -> Tensor:
         if self._padded is None:

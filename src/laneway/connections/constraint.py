@@ -86,7 +86,7 @@ class Rule:
 class CurvatureGate(FixedGate):
     """A gate that also leaves a sample of the streams' tokens in ``points`` [n, S, d] while it is watching."""
 
-    def __init__(self, streams: int, res: bool, take: Callable[[Tensor], Tensor], points: Tensor) -> None:
+    def __init__(self, streams: int, res: bool, take: Callable[[Tensor, Tensor], Tensor], points: Tensor) -> None:
         super().__init__(streams, res)
         self.acting = self.watching = False
         self.take, self.points = take, points
@@ -106,7 +106,7 @@ class CurvatureGate(FixedGate):
     def _watch(self, x: Tensor) -> None:
         if self.watching:
             self.tokens.fill_(x.shape[:-2].numel())
-            self.points.copy_(self.take(x.detach()))
+            self.take(x.detach(), self.points)
 
 
 class CurvatureConstraint(LateSums):

@@ -106,7 +106,7 @@ class CurvatureGate(FixedGate):
     def _watch(self, x: Tensor) -> None:
         if self.watching:
             self.tokens.fill_(x.shape[:-2].numel())
-            self.take(x.detach(), self.points)
+            self.take(x, self.points)
 
 
 class CurvatureConstraint(LateSums):

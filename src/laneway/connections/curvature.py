@@ -28,6 +28,7 @@ from laneway.core import InputError, positive_int, real
 
 WIDEST = 32  # dimensions of a projection
 SQUARINGS = 5  # 2⁵ = 32 steps of gradient descent
+NARROW = (torch.float32, torch.bfloat16)  # streams that the compiled kernels read
 CHUNK = 128  # clouds at a time, which bounds the memory
 COINCIDING = 8 * torch.finfo(torch.float32).eps  # square distance over the two squares, up to which tokens are one
 BATCHES = 16  # sizes of batches whose row numbers a sample keeps
@@ -62,7 +63,7 @@ def _compiled(*tensors: Tensor) -> bool:
 
 def _held(t: Tensor) -> bool:
     """Whether this is a tensor with memory of its own: no subclass, and none of ``torch.func``'s."""
-    return type(t) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return type(t) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def check_neighbours(neighbours: int, sample: int) -> None:
@@ -162,46 +163,45 @@ class TokenSample(nn.Module):
         self.register_buffer("projection", torch.randn(width, dims, generator=generator) / dims**0.5)
         self.register_buffer("places", torch.rand(size, generator=generator, dtype=torch.float64))
         self._kept: dict[int, Tensor] = {}
-        self._kept_of: Tensor | None = None
-        self._kept_version = 0
+        self._kept_of: tuple[Tensor | None, int] = None, 0
 
-    @torch.no_grad()
     def forward(self, x: Tensor, points: Tensor | None = None) -> Tensor:
-        """Streams […, n, C] → [n, S, d] in fp32: ``points``, where they are given (contiguous)."""
-        flat, (size, dims) = x.reshape(-1, *x.shape[-2:]), (len(self.places), self.projection.shape[1])
-        rows = self._rows(len(flat))
-        if points is None:
-            points = self.projection.new_empty(x.shape[-2], size, dims)
-        if self._served(flat, points):
+        """Streams […, n, C] → [n, S, d] in fp32, without a gradient: into ``points`` (fp32, contiguous), where given."""
+        projection, places = self.projection, self.places
+        flat = x.reshape(-1, *x.shape[-2:])
+        rows = self._rows(places, len(flat))
+        narrow = flat.dtype in NARROW and projection.dtype == torch.float32
+        if narrow and flat.stride(-1) == 1 and _compiled(flat, projection, *(() if points is None else (points,))):
             from laneway.connections.kernels.cpu import curvature
 
-            curvature.token_sample(flat, rows, self.projection, points)
+            if points is None:
+                points = projection.new_empty(x.shape[-2], len(places), projection.shape[1])
+            curvature.token_sample(flat, rows, projection.contiguous(), points)
             return points
-        with torch.autocast(x.device.type, enabled=False):
-            found = torch.einsum("snc,cd->nsd", flat[rows].to(self.projection.dtype), self.projection)
-        return points.copy_(nn.functional.pad(found, (0, 0, 0, size - len(rows)), value=float("nan")))
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            found = torch.einsum("snc,cd->nsd", flat[rows].to(projection.dtype), projection)
+            found = nn.functional.pad(found, (0, 0, 0, len(places) - len(rows)), value=float("nan"))
+            return found if points is None else points.copy_(found)
 
-    def _served(self, flat: Tensor, points: Tensor) -> bool:
-        narrow = flat.dtype in (torch.float32, torch.bfloat16) and self.projection.dtype == points.dtype == torch.float32
-        whole = flat.stride(-1) == 1 and self.projection.is_contiguous() and points.is_contiguous()
-        return narrow and whole and _compiled(flat, points, self.projection)
-
-    def _rows(self, tokens: int) -> Tensor:
+    def _rows(self, places: Tensor, tokens: int) -> Tensor:
         """Numbers of the tokens that are taken out of so many; kept, for as long as the places are what they were."""
-        if torch.compiler.is_compiling() or not _held(self.places) or _capturing(self.places):
-            return self._drawn(tokens)
-        if self._kept_of is not self.places or self._kept_version != self.places._version or len(self._kept) == BATCHES:
-            self._kept, self._kept_of, self._kept_version = {}, self.places, self.places._version
+        if torch.compiler.is_compiling() or not _held(places) or _capturing(places):
+            return _drawn(places, tokens)
+        now = places, places._version
+        if self._kept_of[0] is not places or self._kept_of[1] != now[1] or len(self._kept) == BATCHES:
+            self._kept, self._kept_of = {}, now
         if tokens not in self._kept:
-            self._kept[tokens] = self._drawn(tokens)
+            self._kept[tokens] = _drawn(places, tokens)
         return self._kept[tokens]
 
-    def _drawn(self, tokens: int) -> Tensor:
-        size, device = len(self.places), self.places.device
-        if tokens <= size:
-            return torch.arange(tokens, device=device)
-        stretch = torch.arange(size, device=device, dtype=torch.float64)
-        return ((stretch + self.places) * (tokens / size)).long().clamp(max=tokens - 1)
+
+def _drawn(places: Tensor, tokens: int) -> Tensor:
+    """Rows that a sample takes out of so many tokens: all, or one out of each stretch."""
+    size, device = len(places), places.device
+    if tokens <= size:
+        return torch.arange(tokens, device=device)
+    stretch = torch.arange(size, device=device, dtype=torch.float64)
+    return ((stretch + places) * (tokens / size)).long().clamp(max=tokens - 1)
 
 
 def _capturing(t: Tensor) -> bool:

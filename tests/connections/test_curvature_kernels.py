@@ -57,9 +57,9 @@ def surface(kind, tokens, dims):
     scale=st.sampled_from([1e-30, 1e-8, 1.0, 1e8, 1e30]),
 )
 def test_equals_plain_pytorch_in_float64(seed, kinds, neighbours, more, dims, stride, scale):
-    """The same tokens, and their mean κ within a thousandth of the most that κ can be.
+    """The same tokens, and their mean κ within a ten-thousandth of the most that κ can be.
 
-    In fp32 two neighbours at nearly equal distances may swap at the edge of a neighbourhood, which moves that token's κ.
+    Rounding alone moves it by far less; two neighbours at equal distances to rounding, at the edge of a neighbourhood, may swap.
     """
     torch.manual_seed(seed)
     scale = min(scale, 1e8) if "outliers" in kinds else scale
@@ -67,7 +67,7 @@ def test_equals_plain_pytorch_in_float64(seed, kinds, neighbours, more, dims, st
     total, count = curvature.local_curvature(clouds, neighbours, stride)
     want, tokens = local_curvature(clouds.double(), neighbours, stride)
     assert count.tolist() == tokens.tolist()
-    assert ((total.double() - want).abs() <= 1e-3 * count + 1e-6).all(), (total, want)
+    assert ((total.double() - want).abs() <= 1e-4 * count).all(), (total, want)
 
 
 def test_one_dimension():

@@ -98,7 +98,7 @@ class CurvatureGate(FixedGate):
         return super().forward(site, x, pre, post, res)
 
     def write_factor(self, site: HyperConnection, x: Tensor) -> Tensor | None:
-        """The gate, where it leaves H_res alone."""
+        """The gate among ones, where it leaves H_res alone."""
         if (found := super().write_factor(site, x)) is not None:
             self._watch(x)
         return found
@@ -181,7 +181,8 @@ class CurvatureConstraint(LateSums):
         strength = self.strength.value if isinstance(self.strength, AutoStrength) else self.strength(step)
         if strength != self._current:
             self._set_gates(strength_in_range("strength", strength))
-        self.decided(self.gate)
+        if self._agreement.statistics is not None:
+            self.decided(self.gate)
         self._watch((step - 1) % self.measurement.every == 0)
 
     def on_backward_end(self, step: int) -> None:

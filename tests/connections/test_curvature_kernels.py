@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import laneway as lw
+from laneway.connections.backends import compiled_serves
 from laneway.connections.curvature import TokenSample, local_curvature
 from laneway.connections.kernels.cpu import backend, build, curvature
 
@@ -24,6 +25,7 @@ SHAPES = ("plane", "sphere", "roll", "noise", "copies", "holes", "outliers")
 @pytest.fixture
 def calls(monkeypatch):
     """Names of the kernels that were called."""
+    assert compiled_serves(torch.device("cpu"))  # loads and checks them, once
     found, call = [], backend.call
     monkeypatch.setattr(backend, "call", lambda name, *arguments, **kinds: found.append(name) or call(name, *arguments, **kinds))
     return found

@@ -131,6 +131,18 @@ def test_copies_change_nothing(shape, backend):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_copies_of_one_token_do_not_set_the_scale(backend):
+    """Most tokens the same: distances are still measured in units of those that differ."""
+    cloud = torch.randn(20, 4)
+    copied = torch.cat([cloud, cloud[:1].expand(60, 4)])
+    with lw.use_backend(backend):
+        for scale in (1e-30, 1.0, 1e30):
+            total, count = local_curvature(copied[None] * scale, 6)
+            assert count.item() == 20
+            assert total.item() == pytest.approx(local_curvature(cloud[None], 6)[0].item(), rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_copies_of_few_tokens_are_no_neighbourhood(backend):
     clouds = torch.randn(2, 6, 3)[:, torch.arange(48) % 6]
     with lw.use_backend(backend):

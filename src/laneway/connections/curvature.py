@@ -87,20 +87,20 @@ def _chunk(points: Tensor, k: int, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def _centred(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Clouds around their token of median size, in units of the median distance from it; zeros where a token is not finite.
+    """Clouds around their token of median size, in units of the others' median distance; zeros where a token is not finite.
 
-    Neither an offset that all tokens share nor a few huge tokens then cost the others their digits.
+    Neither an offset that all tokens share nor a few huge tokens then cost the others their digits, nor do copies of that token.
     """
     valid = torch.isfinite(points).all(-1)
     z = torch.where(valid[..., None], points, 0)
     rows = torch.arange(len(z), device=z.device)
     z = torch.where(valid[..., None], z - z[rows, _median(z, valid)][:, None], 0)
-    scale = z.abs().amax(-1)[rows, _median(z, valid)]
+    scale = z.abs().amax(-1)[rows, _median(z, (z != 0).any(-1))]
     return z / torch.where(scale > 0, scale, 1)[:, None, None], valid
 
 
 def _median(z: Tensor, valid: Tensor) -> Tensor:
-    """Index of each cloud's valid token of median size, [B]."""
+    """Index of each cloud's token of median size among the valid ones, [B]."""
     size = torch.where(valid, z.abs().amax(-1), float("inf"))
     middle = (valid.sum(-1) - 1).clamp(min=0) // 2
     return size.argsort(-1).gather(-1, middle[:, None]).squeeze(-1)

@@ -61,8 +61,8 @@ struct Cloud {
 
   Cloud(const Cloud&) = delete;
 
-  // Largest |number| of every token, and which of the valid ones has the median one; -1 without any.
-  int median() {
+  // Largest |number| of every token, and which of the valid ones (that are not zero) has the median one; -1 without any.
+  int median(bool not_zero) {
     int count = 0;
     for (int group = 0; group < padded; group += W) {
       vf most = splat(0.0f);
@@ -73,13 +73,13 @@ struct Cloud {
       store(size + group, most);
     }
     for (int s = 0; s < tokens; s++)
-      if (valid[s]) order[count++] = {size[s], s};
+      if (valid[s] && !(not_zero && size[s] == 0.0f)) order[count++] = {size[s], s};
     if (!count) return -1;
     std::nth_element(order.begin(), order.begin() + (count - 1) / 2, order.begin() + count);
     return order[(count - 1) / 2].second;
   }
 
-  // Around the token of median size, in units of the median distance from it; zeros where a token is not finite.
+  // Around the token of median size, in units of the others' median distance; zeros where a token is not finite.
   bool centre(const float* points) {
     for (int c = 0; c < dims; c++)
       for (int s = 0; s < padded; s++) lanes[c * padded + s] = s < tokens ? points[s * dims + c] : 0.0f;
@@ -94,7 +94,7 @@ struct Cloud {
         store(at, fine ? load(at) : splat(0.0f));
       }
     }
-    const int middle = median();
+    const int middle = median(false);
     if (middle < 0) return false;
     for (int c = 0; c < dims; c++) {
       float* row = lanes + c * padded;
@@ -102,7 +102,8 @@ struct Cloud {
       for (int group = 0; group < padded; group += W)
         store(row + group, load(finite + group) > 0.0f ? load(row + group) - own : splat(0.0f));
     }
-    const float found = size[median()], scale = found > 0.0f ? found : 1.0f;
+    const int typical = median(true);
+    const float scale = typical < 0 ? 1.0f : size[typical];
     for (int group = 0; group < padded; group += W) {
       vf sum = splat(0.0f);
       for (int c = 0; c < dims; c++) {

@@ -41,10 +41,13 @@ def roll(s: Tensor, height: Tensor, radius: float) -> Tensor:
 def curvature_by_definition(points: Tensor, k: int) -> tuple[float, int]:
     """(Σ κ_i, tokens in it) of a cloud [S, d], through the eigenvectors of each Gram matrix."""
     points = points.double()
-    tokens = [p for p in points if torch.isfinite(p).all()]
+    tokens: list[Tensor] = []
+    for p in points:
+        if torch.isfinite(p).all() and not any(torch.equal(p, other) for other in tokens):
+            tokens.append(p)
     total, count = 0.0, 0
     for i, z in enumerate(tokens):
-        others = [other - z for j, other in enumerate(tokens) if j != i and not torch.equal(other, z)]
+        others = [other - z for j, other in enumerate(tokens) if j != i]
         if len(others) < k:
             continue
         offsets = torch.stack(sorted(others, key=lambda offset: float(offset.norm()))[:k])

@@ -86,7 +86,7 @@ class Rule:
 class CurvatureGate(FixedGate):
     """A gate that also leaves a sample of the streams' tokens in ``points`` [n, S, d] while it is watching."""
 
-    def __init__(self, streams: int, res: bool, take: Callable[[Tensor], Tensor], points: Tensor) -> None:
+    def __init__(self, streams: int, res: bool, take: Callable[[Tensor, Tensor], Tensor], points: Tensor) -> None:
         super().__init__(streams, res)
         self.acting = self.watching = False
         self.take, self.points = take, points
@@ -98,7 +98,7 @@ class CurvatureGate(FixedGate):
         return super().forward(site, x, pre, post, res)
 
     def write_factor(self, site: HyperConnection, x: Tensor) -> Tensor | None:
-        """The gate, where it leaves H_res alone."""
+        """The gate among ones, where it leaves H_res alone."""
         if (found := super().write_factor(site, x)) is not None:
             self._watch(x)
         return found
@@ -106,7 +106,7 @@ class CurvatureGate(FixedGate):
     def _watch(self, x: Tensor) -> None:
         if self.watching:
             self.tokens.fill_(x.shape[:-2].numel())
-            self.points.copy_(self.take(x.detach()))
+            self.take(x, self.points)
 
 
 class CurvatureConstraint(LateSums):
@@ -181,7 +181,8 @@ class CurvatureConstraint(LateSums):
         strength = self.strength.value if isinstance(self.strength, AutoStrength) else self.strength(step)
         if strength != self._current:
             self._set_gates(strength_in_range("strength", strength))
-        self.decided(self.gate)
+        if self._agreement.statistics is not None:
+            self.decided(self.gate)
         self._watch((step - 1) % self.measurement.every == 0)
 
     def on_backward_end(self, step: int) -> None:

@@ -46,7 +46,8 @@ class StreamControl(nn.Module):
         raise NotImplementedError
 
     def write_factor(self, site: HyperConnection, x: Tensor) -> Tensor | None:
-        """Where all that a pass changes is H_post, stream by stream and alike for all tokens: what it is multiplied by, [n].
+        """Where all that a pass changes is H_post, stream by stream and alike for all tokens: what the maps are multiplied by,
+        [n + n + n²], ones but for H_post's n.
 
         At a site with Sinkhorn maps that takes one operation, and ``forward`` isn't called. None: ``forward`` is.
         """
@@ -125,7 +126,7 @@ def apply_control(site: HyperConnection, x: Tensor, h: Tensor, merge: Merge) -> 
     if merge.maps is None:
         pre, post, res = merge.pre_map, merge.post, merge.res
     elif site.control is not None and (factor := site.control.write_factor(site, x)) is not None:
-        merge.maps = merge.maps * pad(factor.to(merge.maps.dtype), (n, n * n), value=1.0)
+        merge.maps = merge.maps * factor.to(merge.maps.dtype)
         return h
     else:  # split: its backward is one operation
         pre, post, res = merge.maps.split([n, n, n * n], 1)

@@ -13,9 +13,9 @@ off the tangent by δ² / 2R, so that **κ ≈ δ / 2R up to δ ≈ R / 2**, and
 dimensions (up to a third of k or so) at any scale and in any orientation. A cloud that fills more dimensions is not reconstructed
 by its neighbours, and κ tells how badly; it is at most 1.
 
-A token that is not finite is nobody's neighbour, and one that coincides with another to rounding is not that one's; copies of a
-third count one by one, which raises κ. All of it are fixed sequences of batched products: no number goes to the host, and a CUDA
-graph can hold it.
+A token that is not finite is left out. Of tokens that coincide to rounding the first alone is measured and is a neighbour of
+others: a cloud with copies has the κ of the cloud without them. All of it are fixed sequences of batched products: no number goes
+to the host, and a CUDA graph can hold it. On the CPU compiled kernels do the same where they may serve (kernels/cpu/curvature.h).
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from laneway.connections.backends import compiled_serves
 from laneway.core import InputError, positive_int, real
 
 WIDEST = 32  # dimensions of a projection
 SQUARINGS = 5  # 2⁵ = 32 steps of gradient descent
+NARROW = (torch.float32, torch.bfloat16)  # streams that the compiled kernels read
 CHUNK = 128  # clouds at a time, which bounds the memory
+COINCIDING = 8 * torch.finfo(torch.float32).eps  # square distance over the two squares, up to which tokens are one
+BATCHES = 16  # sizes of batches whose row numbers a sample keeps
 
 
 def local_curvature(points: Tensor, neighbours: int, stride: int = 1) -> tuple[Tensor, Tensor]:
@@ -35,7 +39,8 @@ def local_curvature(points: Tensor, neighbours: int, stride: int = 1) -> tuple[T
 
     ``stride``: κ_i of every so many tokens only, whose neighbours are found among all.
 
-    Computed in fp32 (float64 for float64 points). A cloud with too few distinct finite tokens for one neighbourhood has 0 of 0.
+    Computed in fp32 (float64 for float64 points). Tokens that are not finite and copies of an earlier token are not measured; a
+    cloud with too few distinct finite tokens for one neighbourhood has 0 of 0.
 
     Raises:
         InputError: fewer than two neighbours, or no more tokens than neighbours.
@@ -43,8 +48,22 @@ def local_curvature(points: Tensor, neighbours: int, stride: int = 1) -> tuple[T
     check_neighbours(neighbours, points.shape[1])
     dtype = torch.float64 if points.dtype == torch.float64 else torch.float32
     with torch.no_grad(), torch.autocast(points.device.type, enabled=False):
+        if dtype == torch.float32 and _compiled(points):
+            from laneway.connections.kernels.cpu import curvature
+
+            return curvature.local_curvature(points.float(), neighbours, stride)
         parts = [_chunk(chunk.to(dtype), neighbours, stride) for chunk in points.split(CHUNK)]
         return torch.cat([total for total, _ in parts]), torch.cat([count for _, count in parts])
+
+
+def _compiled(*tensors: Tensor) -> bool:
+    """Whether compiled kernels may read and write these: real numbers in memory, and nobody asked for other kernels."""
+    return not torch.compiler.is_compiling() and all(map(_held, tensors)) and compiled_serves(tensors[0].device)
+
+
+def _held(t: Tensor) -> bool:
+    """Whether this is a tensor with memory of its own: no subclass, and none of ``torch.func``'s."""
+    return type(t) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def check_neighbours(neighbours: int, sample: int) -> None:
@@ -68,20 +87,20 @@ def _chunk(points: Tensor, k: int, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def _centred(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Clouds around their token of median size, in units of the median distance from it; zeros where a token is not finite.
+    """Clouds around their token of median size, in units of the others' median distance; zeros where a token is not finite.
 
-    Neither an offset that all tokens share nor a few huge tokens then cost the others their digits.
+    Neither an offset that all tokens share nor a few huge tokens then cost the others their digits, nor do copies of that token.
     """
     valid = torch.isfinite(points).all(-1)
     z = torch.where(valid[..., None], points, 0)
     rows = torch.arange(len(z), device=z.device)
     z = torch.where(valid[..., None], z - z[rows, _median(z, valid)][:, None], 0)
-    scale = z.abs().amax(-1)[rows, _median(z, valid)]
+    scale = z.abs().amax(-1)[rows, _median(z, (z != 0).any(-1))]
     return z / torch.where(scale > 0, scale, 1)[:, None, None], valid
 
 
 def _median(z: Tensor, valid: Tensor) -> Tensor:
-    """Index of each cloud's valid token of median size, [B]."""
+    """Index of each cloud's token of median size among the valid ones, [B]."""
     size = torch.where(valid, z.abs().amax(-1), float("inf"))
     middle = (valid.sum(-1) - 1).clamp(min=0) // 2
     return size.argsort(-1).gather(-1, middle[:, None]).squeeze(-1)
@@ -90,13 +109,16 @@ def _median(z: Tensor, valid: Tensor) -> Tensor:
 def _offsets(z: Tensor, valid: Tensor, k: int, stride: int) -> tuple[Tensor, Tensor]:
     """[B, s, k, d] from each ``stride``-th token to its k nearest, and which tokens have that many, [B, s]."""
     square, here = z.square().sum(-1), z[:, ::stride]
-    sizes = square[:, ::stride, None] + square[:, None, :]
-    distance = torch.baddbmm(sizes, here, z.mT, alpha=-2)
-    apart = distance > 8 * torch.finfo(z.dtype).eps * sizes  # False for NaN, and for a token and itself
-    near = torch.where(apart & valid[:, None, :], distance, float("inf")).topk(k, largest=False, sorted=False)
+    sizes = square[:, :, None] + square[:, None, :]
+    distance = torch.baddbmm(sizes, z, z.mT, alpha=-2)
+    bound = COINCIDING * sizes
+    same = (distance <= bound) & torch.isfinite(bound) & valid[:, None, :]  # False for NaN
+    first = valid & ~same.tril(-1).any(-1)
+    apart = (distance > bound) & first[:, None, :]  # False for NaN, and for a token and itself
+    near = torch.where(apart, distance, float("inf"))[:, ::stride].topk(k, largest=False, sorted=False)
     rows = torch.arange(len(z), device=z.device)[:, None, None] * z.shape[1]
     found = z.flatten(0, 1).index_select(0, (rows + near.indices).flatten()).view(*near.indices.shape, -1)
-    return found.sub_(here[:, :, None]), valid[:, ::stride] & torch.isfinite(near.values).all(-1)
+    return found.sub_(here[:, :, None]), first[:, ::stride] & torch.isfinite(near.values).all(-1)
 
 
 def _weights(gram: Tensor) -> Tensor:
@@ -140,18 +162,51 @@ class TokenSample(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.register_buffer("projection", torch.randn(width, dims, generator=generator) / dims**0.5)
         self.register_buffer("places", torch.rand(size, generator=generator, dtype=torch.float64))
+        self._kept: dict[int, Tensor] = {}
+        self._kept_of: tuple[Tensor | None, int] = None, 0
 
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        """Streams […, n, C] → [n, S, d] in fp32."""
+    def forward(self, x: Tensor, points: Tensor | None = None) -> Tensor:
+        """Streams […, n, C] → [n, S, d] in fp32, without a gradient: into ``points`` (fp32, contiguous), where given."""
+        projection, places = self.projection, self.places
         flat = x.reshape(-1, *x.shape[-2:])
-        size, tokens = len(self.places), len(flat)
-        if tokens > size:
-            stretch = torch.arange(size, device=x.device, dtype=torch.float64)
-            flat = flat[((stretch + self.places) * (tokens / size)).long().clamp(max=tokens - 1)]
-        with torch.autocast(x.device.type, enabled=False):
-            points = torch.einsum("snc,cd->nsd", flat.to(self.projection.dtype), self.projection)
-        return nn.functional.pad(points, (0, 0, 0, max(size - tokens, 0)), value=float("nan"))
+        rows = self._rows(places, len(flat))
+        narrow = flat.dtype in NARROW and projection.dtype == torch.float32
+        if narrow and flat.stride(-1) == 1 and _compiled(flat, projection, *(() if points is None else (points,))):
+            from laneway.connections.kernels.cpu import curvature
+
+            if points is None:
+                points = projection.new_empty(x.shape[-2], len(places), projection.shape[1])
+            curvature.token_sample(flat, rows, projection.contiguous(), points)
+            return points
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            found = torch.einsum("snc,cd->nsd", flat[rows].to(projection.dtype), projection)
+            found = nn.functional.pad(found, (0, 0, 0, len(places) - len(rows)), value=float("nan"))
+            return found if points is None else points.copy_(found)
+
+    def _rows(self, places: Tensor, tokens: int) -> Tensor:
+        """Numbers of the tokens that are taken out of so many; kept, for as long as the places are what they were."""
+        if torch.compiler.is_compiling() or not _held(places) or _capturing(places):
+            return _drawn(places, tokens)
+        now = places, places._version
+        if self._kept_of[0] is not places or self._kept_of[1] != now[1] or len(self._kept) == BATCHES:
+            self._kept, self._kept_of = {}, now
+        if tokens not in self._kept:
+            self._kept[tokens] = _drawn(places, tokens)
+        return self._kept[tokens]
+
+
+def _drawn(places: Tensor, tokens: int) -> Tensor:
+    """Rows that a sample takes out of so many tokens: all, or one out of each stretch."""
+    size, device = len(places), places.device
+    if tokens <= size:
+        return torch.arange(tokens, device=device)
+    stretch = torch.arange(size, device=device, dtype=torch.float64)
+    return ((stretch + places) * (tokens / size)).long().clamp(max=tokens - 1)
+
+
+def _capturing(t: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded: what is computed now has its numbers only when the graph runs."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class MovingCurvature(nn.Module):

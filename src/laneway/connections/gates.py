@@ -12,7 +12,7 @@ The reference is the path's own running median, or the larger of that and the me
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,12 +73,29 @@ class FixedGate(StreamControl):
     def __init__(self, streams: int, res: bool = False) -> None:
         super().__init__()
         self.acting = True
+        self._ones: tuple[Tensor, Tensor] | None = None
         self.register_buffer("gate", torch.ones(positive_int("streams", streams), dtype=torch.float32))
         self.register_buffer("moves_res", torch.tensor(True) if res else None)
+        self._around()
 
     def write_factor(self, site: HyperConnection, x: Tensor) -> Tensor | None:
-        """The gate, where it leaves H_res alone."""
-        return self.gate if self.acting and self.moves_res is None else None
+        """The gate among ones, where it leaves H_res alone."""
+        if not self.acting or self.moves_res is not None:
+            return None
+        before, behind = self._around()
+        return torch.cat((before, self.gate, behind))
+
+    def _around(self) -> tuple[Tensor, Tensor]:
+        """Ones for H_pre and for H_res, where the gate is."""
+        if self._ones is None or self._ones[0].device != self.gate.device:
+            n = len(self.gate)
+            self._ones = torch.ones(n, device=self.gate.device), torch.ones(n * n, device=self.gate.device)
+        return self._ones
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedGate:
+        super()._apply(fn, recurse)
+        self._around()
+        return self
 
     def forward(self, site: HyperConnection, x: Tensor, pre: Tensor, post: Tensor, res: Tensor) -> Maps:
         """(H_pre, H_post, H_res) of this pass."""

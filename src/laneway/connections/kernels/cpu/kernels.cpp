@@ -2,4 +2,5 @@
 
 #include "site.cpp"
 
+#include "curvature.h"
 #include "gradients.h"

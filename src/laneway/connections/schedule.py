@@ -32,7 +32,7 @@ from laneway.connections.arbitration import check_directions
 from laneway.connections.control import Maps, StreamControl, attach, require_sites
 from laneway.connections.curvature import WIDEST, TokenSample
 from laneway.connections.priorities import FORMS, check_floor, keep_total, metered, modulate, relative_priorities
-from laneway.core import InputError, choice, collect, positive_int, real
+from laneway.core import InputError, choice, collect, positive_int, problems_of, real
 
 if TYPE_CHECKING:
     from laneway.connections.layer import HyperConnection
@@ -75,6 +75,9 @@ class Schedule:
 
     def problems(self, streams: Collection[int], widths: Collection[int], prefix: str = "") -> list[InputError]:
         """All that is wrong for sites of such streams and widths; names of fields begin with ``prefix``."""
+        return problems_of(self, prefix, lambda sound: sound._out_of_range(streams, widths, prefix))
+
+    def _out_of_range(self, streams: Collection[int], widths: Collection[int], prefix: str) -> list[InputError]:
         return collect(
             [
                 lambda: self._real(prefix, "temperature", lambda given: given > 0, "a number > 0"),

@@ -79,7 +79,7 @@ _WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or fa
 def typed(field: str, given: object, hint: Any) -> Any:
     """Return ``given`` as the annotated type; otherwise raise an InputError.
 
-    An integer is a number too, and a list may stand for a tuple; true and false are no integers, and nothing else is true or false.
+    An integer is a number too, and a list may stand for a tuple; true and false are no integers.
     """
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
     for option in options:

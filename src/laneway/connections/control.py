@@ -45,6 +45,9 @@ class StreamControl(nn.Module):
         """(H_pre, H_post, H_res) of this pass."""
         raise NotImplementedError
 
+    def check_site(self, site: HyperConnection) -> None:
+        """Raise InputError where this control can't act on a site; ``attach`` asks before it puts any on a model."""
+
     def write_factor(self, site: HyperConnection, x: Tensor) -> Tensor | None:
         """Where all that a pass changes is H_post, stream by stream and alike for all tokens: what the maps are multiplied by,
         [n + n + n²], ones but for H_post's n.
@@ -67,6 +70,11 @@ class ControlStack(StreamControl):
         if not given or not all(isinstance(control, StreamControl) for control in given):
             raise InputError("controls", [type(control).__name__ for control in given], "one or more StreamControl")
         self.controls = nn.ModuleList(given)
+
+    def check_site(self, site: HyperConnection) -> None:
+        """Raise InputError where one of them can't act on a site."""
+        for control in control_parts(self):
+            control.check_site(site)
 
     def forward(self, site: HyperConnection, x: Tensor, pre: Tensor, post: Tensor, res: Tensor) -> Maps:
         """(H_pre, H_post, H_res) of this pass."""
@@ -93,10 +101,12 @@ def attach(model: nn.Module, make: Callable[[HyperConnection, int], Control]) ->
     """Give every site with maps a control, ``make(site, its place)``, after any it has; returns them in that order.
 
     Raises:
-        InputError: the model has no site with maps.
+        InputError: the model has no site with maps, or a site on which its control can't act.
     """
     sites = require_sites(model)
     made = [make(site, place) for place, site in enumerate(sites)]
+    for site, control in zip(sites, made, strict=True):
+        control.check_site(site)
     for site, control in zip(sites, made, strict=True):
         before = site.control
         site.control = control if before is None else ControlStack([*control_parts(before), control])

@@ -154,8 +154,7 @@ def apply_control(site: HyperConnection, x: Tensor, h: Tensor, merge: Merge) -> 
         _hand_on(merge, new_pre, new_post, new_res, moved=new_res is not res)
         if new_pre is pre or site.single_pass:
             return h
-        change = (new_pre - pre).view(*x.shape[:-2], 1, x.shape[-2])
-        return (h.to(change.dtype) + (change @ x.to(change.dtype)).squeeze(-2)).to(h.dtype)
+        return add_read(h, x, new_pre - pre)
 
 
 def _hand_on(merge: Merge, pre: Tensor, post: Tensor, res: Tensor, moved: bool) -> None:
@@ -168,6 +167,35 @@ def _hand_on(merge: Merge, pre: Tensor, post: Tensor, res: Tensor, moved: bool) 
     merge.maps = torch.cat([pre, post, res.flatten(1)], dim=1)
     if moved:
         merge.carry = res_token(merge.x, res)
+
+
+@torch.library.custom_op("laneway::add_read", mutates_args=())
+@_exact
+def add_read(h: Tensor, x: Tensor, change: Tensor) -> Tensor:
+    """h + Σ_i change_i x_i: h […, C], x […, n, C], change [N, n] → […, C], summed in change's precision. Keeps x as it is."""
+    rows, wide = _flat(x, 2).to(change.dtype), _flat(h, 1).to(change.dtype)
+    return torch.baddbmm(wide.unsqueeze(1), change.unsqueeze(1), rows).to(h.dtype).view(h.shape)
+
+
+@add_read.register_fake
+def _(h, x, change):
+    return _fresh(h)
+
+
+def _read_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _read_vjp(ctx, gh):
+    """In torch's own operations, which have a derivative. The streams' gradient is a product of numbers, one pass."""
+    x, change = ctx.saved_tensors
+    with torch.autocast(x.device.type, enabled=False):
+        wide, rows = gh.to(change.dtype).reshape(-1, 1, x.shape[-1]), x.to(change.dtype).reshape(-1, *x.shape[-2:])
+        gx = (change.unsqueeze(-1) * wide).to(x.dtype).view(x.shape) if ctx.needs_input_grad[1] else None
+        return gh, gx, (wide @ rows.mT).squeeze(1)
+
+
+add_read.register_autograd(_read_vjp, setup_context=_read_setup)
 
 
 @torch.library.custom_op("laneway::res_token", mutates_args=())

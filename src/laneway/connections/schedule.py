@@ -170,11 +170,13 @@ class SiteScheduler(StreamControl):
         """w [N, 2, n] of streams x […, n, C]: for reads and for writes."""
         with torch.no_grad():
             wide = x.detach().reshape(-1, *x.shape[-2:]).to(dtype)
-            scale = wide.square().mean(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny).rsqrt()
-            z = (wide @ self.sampler.projection.to(dtype)) * (scale * math.sqrt(self.key.shape[0] / x.shape[-1]))
-        keys = z @ self.key.to(dtype).mT + self.stream.to(dtype)
-        scores = self.query.to(dtype) @ keys.mT / (self.schedule.temperature * math.sqrt(keys.shape[-1]))
-        return relative_priorities(scores + self.schedule.demand * self.demand.to(dtype), self.schedule.floor)
+            square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
+            scale = square.clamp(min=torch.finfo(dtype).tiny).rsqrt() * math.sqrt(self.key.shape[0] / x.shape[-1])
+            z = (wide @ self.sampler.projection.to(dtype)) * scale
+        query = self.query.to(dtype) / (self.schedule.temperature * math.sqrt(self.key.shape[0]))
+        own = query @ self.stream.to(dtype).mT + self.schedule.demand * self.demand.to(dtype)  # of a stream, whatever it holds
+        scores = (z @ (query @ self.key.to(dtype)).mT).mT + own
+        return relative_priorities(scores, self.schedule.floor)
 
     def _watch(self, x: Tensor, read: Tensor, write: Tensor, pre: Tensor, post: Tensor) -> tuple[Tensor, Tensor]:
         """Note tokens and mean priorities; the maps, with their use metered."""

@@ -10,8 +10,9 @@ it leaves them alone. What each change costs:
 
     post   a few numbers a token; the fused passes over the streams stay
     res    one more pass in the backward: the streams' gradient through the changed H_res
-    pre    the change is mixed and added to h (one more pass, forward and backward; equal numbers leave h as it is, bit for bit),
-           except at a single-pass site, whose H_pre mixes the next site's h
+    pre    the change is mixed and added to h: one more pass forward, one backward for the weights' gradient (and, without Sinkhorn
+           maps, one for the streams'); equal numbers leave h as it is, bit for bit. Not at a single-pass site, whose H_pre mixes
+           the next site's h
 
 ``site.control = None`` is the site without any of this, the same ops and the same bits. A site whose maps are disabled (one
 stream) has nothing to control and never calls it. A forward pass may run twice (activation checkpointing): a control must
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from laneway.connections import site_ops
 from laneway.connections.backends import backend_for
 from laneway.connections.ops import _exact, _flat, _fresh, _token
 from laneway.core import InputError
@@ -154,6 +156,8 @@ def apply_control(site: HyperConnection, x: Tensor, h: Tensor, merge: Merge) -> 
         _hand_on(merge, new_pre, new_post, new_res, moved=new_res is not res)
         if new_pre is pre or site.single_pass:
             return h
+        if merge.read is not None:
+            return site_ops.mhc_read(h, x, pre, new_pre, merge.read)
         return add_read(h, x, new_pre - pre)
 
 
@@ -173,8 +177,7 @@ def _hand_on(merge: Merge, pre: Tensor, post: Tensor, res: Tensor, moved: bool) 
 @_exact
 def add_read(h: Tensor, x: Tensor, change: Tensor) -> Tensor:
     """h + Σ_i change_i x_i: h […, C], x […, n, C], change [N, n] → […, C], summed in change's precision. Keeps x as it is."""
-    rows, wide = _flat(x, 2).to(change.dtype), _flat(h, 1).to(change.dtype)
-    return torch.baddbmm(wide.unsqueeze(1), change.unsqueeze(1), rows).to(h.dtype).view(h.shape)
+    return site_ops.mixed_anew(h, x, change)
 
 
 @add_read.register_fake
@@ -190,9 +193,9 @@ def _read_vjp(ctx, gh):
     """In torch's own operations, which have a derivative. The streams' gradient is a product of numbers, one pass."""
     x, change = ctx.saved_tensors
     with torch.autocast(x.device.type, enabled=False):
-        wide, rows = gh.to(change.dtype).reshape(-1, 1, x.shape[-1]), x.to(change.dtype).reshape(-1, *x.shape[-2:])
+        wide = gh.to(change.dtype).reshape(-1, 1, x.shape[-1])
         gx = (change.unsqueeze(-1) * wide).to(x.dtype).view(x.shape) if ctx.needs_input_grad[1] else None
-        return gh, gx, (wide @ rows.mT).squeeze(1)
+    return gh, gx, site_ops.read_gradient(gh, x, change.dtype)
 
 
 add_read.register_autograd(_read_vjp, setup_context=_read_setup)

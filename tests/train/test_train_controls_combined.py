@@ -1,4 +1,4 @@
-"""Curvature, scheduler and purification in one run: resumed exactly over narrow streams and streams or blocks made again; compiled."""
+"""Curvature, scheduler and purification in one run over narrow streams: resumed exactly, made again, compiled."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ it leaves them alone. What each change costs:
 
     post   a few numbers a token; the fused passes over the streams stay
     res    one more pass in the backward: the streams' gradient through the changed H_res
-    pre    the change is mixed and added to h: one more pass forward, one backward for the weights' gradient (and, without Sinkhorn
-           maps, one for the streams'); equal numbers leave h as it is, bit for bit. Not at a single-pass site, whose H_pre mixes
-           the next site's h
+    pre    the change is mixed and added to h: one more pass forward, and one backward for the weights' gradient (without Sinkhorn
+           maps another for the streams'). Equal numbers leave h as it is, bit for bit. A single-pass site leaves h alone: its
+           H_pre mixes the next site's
 
 ``site.control = None`` is the site without any of this, the same ops and the same bits. A site whose maps are disabled (one
 stream) has nothing to control and never calls it. A forward pass may run twice (activation checkpointing): a control must

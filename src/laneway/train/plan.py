@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def architecture_of(model: GPTConfig, control: ControlConfig | None = None) -> Architecture:
     """What a plan needs to know of a model, with what its controls add to it."""
-    scheduled = control is not None and control.scheduler
+    features = control.schedule.features if control is not None and control.scheduler else 0
     return Architecture(
         layers=model.layers,
         hidden=model.dim,
@@ -28,7 +28,7 @@ def architecture_of(model: GPTConfig, control: ControlConfig | None = None) -> A
         gated=True,
         tied=True,
         streams=1 if model.residual == "residual" else model.streams,
-        scheduler=min(control.schedule.features, model.dim) if scheduled else 0,
+        scheduler=min(features, model.dim),
     )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
+import types
+import typing
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
@@ -67,6 +71,66 @@ def real(field: str, given: object, fine: Callable[[float], bool], accepted: str
     if isinstance(given, bool) or not isinstance(given, Real) or not math.isfinite(given) or not fine(float(given)):
         raise InputError(field, given, accepted)
     return float(given)
+
+
+_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false", types.NoneType: "nothing"}
+
+
+def typed(field: str, given: object, hint: Any) -> Any:
+    """Return ``given`` as the annotated type; otherwise raise an InputError.
+
+    An integer is a number too, and a list may stand for a tuple; true and false are no integers.
+    """
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    for option in options:
+        if option is float and isinstance(given, Real) and not isinstance(given, bool):
+            return float(given)
+        if typing.get_origin(option) is tuple and isinstance(given, list | tuple):
+            item = typing.get_args(option)[0]
+            return tuple(typed(f"{field}[{index}]", part, item) for index, part in enumerate(given))
+        if isinstance(option, type) and isinstance(given, option) and not (option is int and isinstance(given, bool)):
+            return given
+    raise InputError(field, given, " or ".join(_word(option) for option in options if option is not types.NoneType))
+
+
+def _word(option: Any) -> str:
+    return _WORDS.get(option, option.__name__ if dataclasses.is_dataclass(option) else "a list")
+
+
+def wrong_types(config: Any, prefix: str = "") -> dict[str, InputError]:
+    """Of a dataclass: an error for each field, by its name, that holds another type than it is declared with."""
+    hints, found = typing.get_type_hints(type(config)), {}
+    for field in dataclasses.fields(config):
+        try:
+            typed(f"{prefix}{field.name}", getattr(config, field.name), hints[field.name])
+        except InputError as error:
+            found[field.name] = error
+    return found
+
+
+def problems_of(config: Any, prefix: str, check: Callable[[Any], list[InputError]]) -> list[InputError]:
+    """One error a field of a dataclass: that it holds another type than it is declared with, and what ``check`` finds.
+
+    The other fields are checked beside the defaults of those. Names of fields begin with ``prefix``.
+    """
+    wrong = wrong_types(config, prefix)
+    defaults = {field.name: _default(field) for field in dataclasses.fields(config) if field.name in wrong}
+    sound = dataclasses.replace(config, **defaults) if wrong else config
+    told = [_in_words(error, dataclasses.replace(sound, **{name: getattr(config, name)}), check) for name, error in wrong.items()]
+    known = {f"{prefix}{name}" for name in wrong}
+    return told + [error for error in check(sound) if error.field not in known]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _in_words(error: InputError, config: Any, check: Callable[[Any], list[InputError]]) -> InputError:
+    """What ``check`` says of that field, which is more than its type, where it gets that far."""
+    with suppress(TypeError, ValueError, AttributeError):
+        same = (told for told in check(config) if told.field == error.field and told.given is error.given)
+        return next(same, error)
+    return error
 
 
 def collect(checks: Iterable[Callable[[], object]]) -> list[InputError]:

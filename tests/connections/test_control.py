@@ -328,3 +328,66 @@ def test_a_single_stream_has_nothing_to_control():
     want = site(x)[1].post
     site.control = Change("post", 1)
     assert torch.equal(site(x)[1].post, want * site.control.factor[1])
+
+
+class Reads(StreamControl):
+    """Another H_pre, token by token, out of the one that it is given and a parameter."""
+
+    def __init__(self, streams: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(streams, dtype=torch.float64))
+
+    def forward(self, site, x, pre, post, res):
+        return pre * (1 + torch.tanh(self.weight * pre)), post, res
+
+
+@pytest.mark.parametrize("manifold", ["sinkhorn", "birkhoff"])
+@pytest.mark.parametrize("way", ["one by one", "chain", "recomputed"])
+def test_gradients_under_another_pre_are_those_of_the_function(manifold, way):
+    """In float64, of the streams and of all parameters; second derivatives too where streams are kept."""
+    sites = torch.nn.ModuleList([random_site(3, 3, manifold, dtype=torch.float64, iterations=3) for _ in range(2)])
+    for site in sites:
+        site.control = Reads(3)
+    names = [name for name, _ in sites.named_parameters()]
+
+    def function(x, *values):
+        for name, value in zip(names, values, strict=True):
+            owner, _, key = name.rpartition(".")
+            sites.get_submodule(owner)._parameters[key] = value
+        chain = StreamChain(x, 2 if way == "recomputed" else None)
+        for site in sites:
+            if way == "one by one":
+                h, merge = site(x)
+                x = merge(torch.sin(h))
+            else:
+                chain.leave(torch.sin(chain.enter(site)))
+        return x if way == "one by one" else chain.streams()
+
+    x = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    values = [p.detach().clone().requires_grad_() for p in sites.parameters()]
+    assert torch.autograd.gradcheck(function, (x, *values), fast_mode=True)
+    if way == "chain" and manifold == "sinkhorn":
+        assert torch.autograd.gradgradcheck(function, (x, *values), fast_mode=True)
+
+
+def test_another_pre_writes_nothing_as_wide_as_the_streams():
+    """In the backward pass: x's gradient is written once, by the pass that writes it without a control."""
+
+    class Wide(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.numel() >= x.numel() and out._base is None and out.is_contiguous():
+                made.append(func.name())
+            return out
+
+    counts = []
+    for controlled in (False, True):
+        site, made = random_site(8, 4), []
+        x = torch.randn(6, 4, 8, requires_grad=True)
+        site.control = Reads(4).float() if controlled else None
+        h, merge = site(x)
+        y = merge(torch.sin(h))
+        with Wide():
+            y.backward(torch.ones_like(y))
+        counts.append([name for name in made if name != "aten::view"])
+    assert counts[0] == counts[1]

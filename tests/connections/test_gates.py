@@ -7,11 +7,13 @@ import torch
 from cases import random_site
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import laneway as lw
 from laneway.connections.control import ControlStack, attach
 from laneway.connections.controls import build
 from laneway.connections.gates import FORMS, REFERENCES, ConstantStrength, FixedGate, excess, gate_of, restore_gates
+from laneway.connections.manifolds import MANIFOLDS
 from laneway.connections.schedule import FixedPriorities, Schedule, add_scheduler
 
 NUMBERS = st.floats(0, 2.0**100, width=32)
@@ -151,3 +153,29 @@ def test_a_gate_behind_controls_that_are_not_there_is_named():
     fresh[0].control = ControlStack([ControlStack([FixedGate(4)])])
     with pytest.raises(lw.InputError, match=r"state: got '0\.control\.controls\.0\.controls\.0\.gate'"):
         restore_gates(model, fresh.state_dict())
+
+
+@pytest.mark.parametrize("manifold", MANIFOLDS)
+def test_a_moved_res_stays_where_the_manifold_has_it_or_is_refused(manifold):
+    """On every manifold, in float64 and far from the start: what holds of H_res holds of the moved one."""
+    sites, x = nn.ModuleList([random_site(6, 4, manifold, dtype=torch.float64)]), torch.randn(9, 4, 6).double()
+    if manifold == "orthogonal":
+        with pytest.raises(lw.InputError, match="res: got True; accepted: False for sites with manifold 'orthogonal'"):
+            build("curvature-res", sites)
+        assert sites[0].control is None
+        build("curvature", sites)
+        sites[0](x)
+        sites[0].control = FixedGate(4, res=True)
+        with pytest.raises(lw.InputError, match="orthogonal"):
+            sites[0](x)
+        return
+    build("curvature-res", sites).remove()
+    plain = sites[0](x)[1].res
+    sites[0].control = FixedGate(4, res=True)
+    sites[0].control.gate.uniform_(0.2, 0.9)
+    moved, keep = sites[0](x)[1].res, sites[0].control.gate.double().mean()
+    torch.testing.assert_close(moved, plain * keep + torch.eye(4).double() * (1 - keep))
+    if manifold != "none":
+        assert (moved >= 0).all()
+        for dim in (-1, -2):
+            assert ((moved.sum(dim) - 1).abs() <= (plain.sum(dim) - 1).abs() + 1e-12).all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import branch_for, error, random_site
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import laneway as lw
 from laneway.connections import StreamChain, param_groups
@@ -265,6 +266,39 @@ def test_a_run_decides_within_its_bounds_and_tells():
         torch.testing.assert_close(torch.tensor(rows[-1][name]).sum(-1), torch.ones(4))
         assert torch.tensor(rows[-1][name]).std() > 0
     assert any(g < 1 for site in rows[-1]["damping"] for g in site)
+
+
+class Copies(TorchDispatchMode):
+    """Notes what is written to a tensor of the host."""
+
+    def __init__(self, host):
+        super().__init__()
+        self.host, self.found = host, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.name() not in ("aten::_local_scalar_dense", "aten::_to_copy"), func.name()
+        if func.name() == "aten::copy_" and args[0].data_ptr() == self.host.data_ptr():
+            self.found.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_measurement_is_one_copy_to_the_host_read_when_the_step_has_ended(monkeypatch):
+    model = gpt()
+    control = ConnectionScheduler(model, QUICK)
+    trained(model, control, batches(1))
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append(t.numel()) or tolist(t))
+    with Copies(control._host) as copies:
+        control.on_step_begin(2)
+    assert copies.found == [4 * 4 * 4]  # numbers told, sites, streams
+    assert not reads
+    row = {}
+    control.on_step_end(2, row)
+    control.on_step_end(2, row)
+    assert reads == [64]
+    for name, want in (("damping", [site.damping for site in control.sites]), ("priority", None)):
+        assert want is None or row[name] == [tolist(t) for t in want]
+        assert [len(site) for site in row[name]] == [4] * 4
 
 
 def test_streams_that_are_used_more_come_first_and_copies_yield():

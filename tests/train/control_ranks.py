@@ -17,6 +17,7 @@ import torch
 import torch._dynamo  # DDP does: once, before the processes part
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from built import shown
 from scheduler_ranks import all_runs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,8 +29,8 @@ from laneway.connections.purify import GradientPurifier
 from laneway.connections.readings import read
 from laneway.models.gpt import GPT, GPTConfig
 from laneway.rundir import RunDirectory
-from laneway.train import loop
 from laneway.train.config import TrainConfig
+from laneway.train.loop import train
 from laneway.train.ranks import Ranks
 from laneway.train.settings import merge, read_toml
 
@@ -98,6 +99,9 @@ class Fault:
         self.counts: list[int] = []
         self.began = 0
 
+    def attach(self, model: torch.nn.Module) -> None:
+        self.model = model
+
     def on_step_begin(self, step: int) -> None:
         self.began = collectives()
 
@@ -117,18 +121,9 @@ class Fault:
 def run(folder: Path, kind: str, name: str, control: dict[str, Any]) -> dict[str, Any]:
     config, problems = merge(TrainConfig(), read_toml(folder / "c.toml") | {"parallel": kind, "control": control})
     assert not problems
-    fault, build = Fault(), loop.build
-
-    def building(*args: Any) -> Any:
-        bench = build(*args)
-        fault.model = bench.parallel.model
-        return bench
-
-    loop.build = building
-    try:
-        loop.train(config, out=folder / name, console=None, extensions=[fault])
-    finally:
-        loop.build = build
+    fault = Fault()
+    with shown(fault.attach):
+        train(config, out=folder / name, console=None, extensions=[fault])
     rows = [row for row in RunDirectory(folder / name).read_metrics() if "loss" in row]
     return {"counts": fault.counts, "purified": [row.get("purified_paths") for row in rows]}
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from built import shown
 from torch import Tensor
 
 from laneway.connections.schedule import schedulers
 from laneway.core import LanewayError
 from laneway.rundir import RunDirectory
-from laneway.train import loop
 from laneway.train.config import TrainConfig
+from laneway.train.loop import train
 from laneway.train.settings import merge, read_toml
 
 STEPS, SAVED, STOP = 6, 3, 5
@@ -27,6 +28,9 @@ class Decisions:
     def __init__(self, stop: int = 0) -> None:
         self.stop, self.hashes, self.last = stop, [], {}
         self.model: torch.nn.Module | None = None
+
+    def attach(self, model: torch.nn.Module) -> None:
+        self.model = model
 
     def on_step_begin(self, step: int) -> None:
         if step == self.stop:
@@ -52,19 +56,9 @@ def run(folder: Path, kind: str, name: str, damping: float = 0.5, stop: int = 0,
     given = read_toml(folder / "c.toml")
     config, problems = merge(TrainConfig(), given | fields | {"model": given["model"] | {"layers": 1}})
     assert not problems
-    decisions, build = Decisions(stop), loop.build
-
-    def building(*args: Any) -> Any:
-        bench = build(*args)
-        decisions.model = bench.parallel.model
-        return bench
-
-    loop.build = building
-    try:
-        with suppress(LanewayError) if stop else nullcontext():
-            loop.train(config, out=folder / name, console=None, extensions=[decisions], resume=resume)
-    finally:
-        loop.build = build
+    decisions = Decisions(stop)
+    with shown(decisions.attach), suppress(LanewayError) if stop else nullcontext():
+        train(config, out=folder / name, console=None, extensions=[decisions], resume=resume)
     rows = [row for row in RunDirectory(folder / name).read_metrics() if "loss" in row]
     keys = ("loss", "grad_norm", "priority", "read_priority", "similarity")
     buffers = {name: values.tolist() for name, values in decisions.last.items()}

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from built import shown
 
 from laneway.connections.gates import FixedGate
 from laneway.core import LanewayError
@@ -44,21 +45,13 @@ class Fault:
 
 
 @pytest.fixture
-def go(monkeypatch):
+def go():
     """A run whose fault finds the run's model."""
-    import laneway.train.loop as loop
 
     def run(config, out, fault: Fault | None = None, stop: bool = False, **options):
-        def building(config, ranks, build=loop.build):
-            bench = build(config, ranks)
-            if fault is not None:
-                fault.attach(bench.parallel.model)
-            return bench
-
-        with monkeypatch.context() as patch:
-            patch.setattr(loop, "build", building)
-            with pytest.raises(LanewayError, match="as if killed") if stop else nullcontext():
-                train(config, out=out, console=None, extensions=[fault or Fault(range(0))], **options)
+        fault = fault or Fault(range(0))
+        with shown(fault.attach), pytest.raises(LanewayError, match="as if killed") if stop else nullcontext():
+            train(config, out=out, console=None, extensions=[fault], **options)
 
     return run
 

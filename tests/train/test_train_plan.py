@@ -36,6 +36,35 @@ def test_a_plan_knows_the_size_of_our_model() -> None:
         assert parameters_of(architecture_of(config)) == pytest.approx(actual, rel=0.01)
 
 
+@pytest.mark.parametrize(("residual", "dim", "layers"), [("mhc", 32, 3), ("mhc", 8, 1), ("residual", 32, 2)])
+def test_a_plan_counts_what_the_scheduler_adds_exactly(residual: str, dim: int, layers: int) -> None:
+    """As the run's model has it, at any width; in the plan's bytes and in the model that a dry run wraps too."""
+    from laneway.cluster.costs import parameters_of
+    from laneway.cluster.costs.memory import parameters_on_device
+    from laneway.cluster.layout import Layout
+    from laneway.strategy.decoder import decoder
+    from laneway.train.control_config import ControlConfig
+    from laneway.train.controls import with_control
+
+    config = replace(TINY.model, dim=dim, heads=2, layers=layers, residual=residual)
+    controls = [ControlConfig(), ControlConfig(scheduler=residual == "mhc")]
+    archs = [architecture_of(config, control) for control in controls]
+    built = [sum(p.numel() for p in with_control(GPT(config), control).parameters()) for control in controls]
+    added = built[1] - built[0]
+    assert (added > 0) is (residual == "mhc")
+    assert parameters_of(archs[1]) - parameters_of(archs[0]) == added
+    assert sum(parameters_on_device(archs[1], Layout())) - sum(parameters_on_device(archs[0], Layout())) == added
+    wrapped = [sum(p.numel() for p in decoder(arch).parameters()) for arch in archs]
+    assert wrapped == built
+
+
+def test_a_plan_without_the_runs_scheduler_is_refused() -> None:
+    from laneway.train.control_config import ControlConfig
+
+    with pytest.raises(InputError, match=r"^plan: got 'scheduler=0'; accepted: a plan for a model with scheduler=16; plan for"):
+        apply_plan(planned(), replace(TINY, control=ControlConfig(scheduler=True)))
+
+
 def test_one_process_trains_by_its_plan_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, run = tmp_path / "plan.toml", tmp_path / "run"
     assert main(["plan", "--recipe", "tiny", "--topology", "1xCPU", "--global-batch", "8", "--write", str(plan), "--json"]) == 0

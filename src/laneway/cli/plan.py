@@ -128,7 +128,7 @@ def of_recipe(asked: Plan) -> tuple[Architecture, dict[str, Any]]:
         for problem in problems:
             raise problem
     own = {"seq_len": settings.model.context, "global_batch": settings.batch_size, "precision": settings.precision}
-    return architecture_of(settings.model), own
+    return architecture_of(settings.model, settings.control), own
 
 
 def dry(plan: Strategy) -> tuple[dict[str, Any], str]:

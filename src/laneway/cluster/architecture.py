@@ -17,6 +17,7 @@ class Architecture:
         tied: read-out shares the embedding's weights.
         experts: experts of one feed-forward layer, 0 for dense; experts_per_token are active.
         streams: residual streams of a hyper-connection; 1 is the plain residual.
+        scheduler: dimensions of the features of a scheduler of the streams; 0 is none.
     """
 
     layers: int
@@ -30,3 +31,4 @@ class Architecture:
     experts: int = 0
     experts_per_token: int = 0
     streams: int = 1
+    scheduler: int = 0

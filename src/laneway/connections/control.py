@@ -10,8 +10,9 @@ it leaves them alone. What each change costs:
 
     post   a few numbers a token; the fused passes over the streams stay
     res    one more pass in the backward: the streams' gradient through the changed H_res
-    pre    the change is mixed and added to h (one more pass, forward and backward; equal numbers leave h as it is, bit for bit),
-           except at a single-pass site, whose H_pre mixes the next site's h
+    pre    the change is mixed and added to h: one more pass forward, and one backward for the weights' gradient (without Sinkhorn
+           maps another for the streams'). Equal numbers leave h as it is, bit for bit. A single-pass site leaves h alone: its
+           H_pre mixes the next site's
 
 ``site.control = None`` is the site without any of this, the same ops and the same bits. A site whose maps are disabled (one
 stream) has nothing to control and never calls it. A forward pass may run twice (activation checkpointing): a control must
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from laneway.connections import site_ops
 from laneway.connections.backends import backend_for
 from laneway.connections.ops import _exact, _flat, _fresh, _token
 from laneway.core import InputError
@@ -44,6 +46,9 @@ class StreamControl(nn.Module):
     def forward(self, site: HyperConnection, x: Tensor, pre: Tensor, post: Tensor, res: Tensor) -> Maps:
         """(H_pre, H_post, H_res) of this pass."""
         raise NotImplementedError
+
+    def check_site(self, site: HyperConnection) -> None:
+        """Raise InputError where this control can't act on a site; ``attach`` asks before it puts any on a model."""
 
     def write_factor(self, site: HyperConnection, x: Tensor) -> Tensor | None:
         """Where all that a pass changes is H_post, stream by stream and alike for all tokens: what the maps are multiplied by,
@@ -67,6 +72,11 @@ class ControlStack(StreamControl):
         if not given or not all(isinstance(control, StreamControl) for control in given):
             raise InputError("controls", [type(control).__name__ for control in given], "one or more StreamControl")
         self.controls = nn.ModuleList(given)
+
+    def check_site(self, site: HyperConnection) -> None:
+        """Raise InputError where one of them can't act on a site."""
+        for control in control_parts(self):
+            control.check_site(site)
 
     def forward(self, site: HyperConnection, x: Tensor, pre: Tensor, post: Tensor, res: Tensor) -> Maps:
         """(H_pre, H_post, H_res) of this pass."""
@@ -93,10 +103,12 @@ def attach(model: nn.Module, make: Callable[[HyperConnection, int], Control]) ->
     """Give every site with maps a control, ``make(site, its place)``, after any it has; returns them in that order.
 
     Raises:
-        InputError: the model has no site with maps.
+        InputError: the model has no site with maps, or a site on which its control can't act.
     """
     sites = require_sites(model)
     made = [make(site, place) for place, site in enumerate(sites)]
+    for site, control in zip(sites, made, strict=True):
+        control.check_site(site)
     for site, control in zip(sites, made, strict=True):
         before = site.control
         site.control = control if before is None else ControlStack([*control_parts(before), control])
@@ -144,8 +156,9 @@ def apply_control(site: HyperConnection, x: Tensor, h: Tensor, merge: Merge) -> 
         _hand_on(merge, new_pre, new_post, new_res, moved=new_res is not res)
         if new_pre is pre or site.single_pass:
             return h
-        change = (new_pre - pre).view(*x.shape[:-2], 1, x.shape[-2])
-        return (h.to(change.dtype) + (change @ x.to(change.dtype)).squeeze(-2)).to(h.dtype)
+        if merge.read is not None:
+            return site_ops.mhc_read(h, x, pre, new_pre, merge.read)
+        return add_read(h, x, new_pre - pre)
 
 
 def _hand_on(merge: Merge, pre: Tensor, post: Tensor, res: Tensor, moved: bool) -> None:
@@ -158,6 +171,34 @@ def _hand_on(merge: Merge, pre: Tensor, post: Tensor, res: Tensor, moved: bool) 
     merge.maps = torch.cat([pre, post, res.flatten(1)], dim=1)
     if moved:
         merge.carry = res_token(merge.x, res)
+
+
+@torch.library.custom_op("laneway::add_read", mutates_args=())
+@_exact
+def add_read(h: Tensor, x: Tensor, change: Tensor) -> Tensor:
+    """h + Σ_i change_i x_i: h […, C], x […, n, C], change [N, n] → […, C], summed in change's precision. Keeps x as it is."""
+    return site_ops.mixed_anew(h, x, change)
+
+
+@add_read.register_fake
+def _(h, x, change):
+    return _fresh(h)
+
+
+def _read_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _read_vjp(ctx, gh):
+    """In torch's own operations, which have a derivative. The streams' gradient is a product of numbers, one pass."""
+    x, change = ctx.saved_tensors
+    with torch.autocast(x.device.type, enabled=False):
+        wide = gh.to(change.dtype).reshape(-1, 1, x.shape[-1])
+        gx = (change.unsqueeze(-1) * wide).to(x.dtype).view(x.shape) if ctx.needs_input_grad[1] else None
+    return gh, gx, site_ops.read_gradient(gh, x, change.dtype)
+
+
+add_read.register_autograd(_read_vjp, setup_context=_read_setup)
 
 
 @torch.library.custom_op("laneway::res_token", mutates_args=())

@@ -64,8 +64,11 @@ def gate_of(excess: Tensor, strength: float, form: str = "saturating") -> Tensor
 class FixedGate(StreamControl):
     """H_post times ``gate`` [n], and where ``res`` is on, H_res moved towards the identity by 1 − (mean of the gate).
 
-    A doubly stochastic H_res stays one: both ends are, and every stream moves by the same part. ``gate`` is a buffer: it is
-    part of the function, so it must go where the weights go (``restore_gates``).
+    A doubly stochastic H_res stays one: both ends are, and every stream moves by the same part. An orthogonal one doesn't, and
+    is refused. ``gate`` is a buffer: it is part of the function, so it must go where the weights go (``restore_gates``).
+
+    Raises:
+        InputError: ``res`` at a site whose H_res would leave its manifold.
     """
 
     gate: Tensor
@@ -77,6 +80,12 @@ class FixedGate(StreamControl):
         self.register_buffer("gate", torch.ones(positive_int("streams", streams), dtype=torch.float32))
         self.register_buffer("moves_res", torch.tensor(True) if res else None)
         self._around()
+
+    def check_site(self, site: HyperConnection) -> None:
+        """Raise InputError where H_res, moved, would leave its manifold."""
+        if self.moves_res is not None and site.manifold == "orthogonal":
+            accepted = "False for sites with manifold 'orthogonal': H_res moved towards the identity is no longer orthogonal"
+            raise InputError("res", True, accepted)
 
     def write_factor(self, site: HyperConnection, x: Tensor) -> Tensor | None:
         """The gate among ones, where it leaves H_res alone."""
@@ -103,6 +112,7 @@ class FixedGate(StreamControl):
             return pre, post, res
         gate = self.gate.to(post.dtype)
         if self.moves_res is not None:
+            self.check_site(site)
             keep = gate.mean()
             res = res * keep + torch.eye(len(gate), dtype=res.dtype, device=res.device) * (1 - keep)
         return pre, post * gate, res

@@ -35,9 +35,11 @@ class Merge:
         post_map: Tensor | None = None,
         res_map: Tensor | None = None,
         pre_map: Tensor | None = None,
+        read: Tensor | None = None,
     ) -> None:
         self.site, self.x, self.shape, self.carry = site, x, shape, carry
         self.maps, self.post_map, self.res_map, self.pre_map = maps, post_map, res_map, pre_map
+        self.read = read
 
     def __call__(self, f: Tensor) -> Tensor:
         """H_res x + H_postᵀ f: f […, C] → […, n, C].
@@ -126,8 +128,8 @@ class Crossing:
             return site.enter(before(self.f), pre)
         site.require_wide()
         carried = site.carried(before.x, pre)
-        y, h, maps, carry, *_ = site_ops.mhc_cross(before.x, before.carry, self.f, before.maps, carried, *site.arguments)
-        return h, Merge(site, y, h.shape, carry, maps)
+        y, h, maps, carry, *_, read = site_ops.mhc_cross(before.x, before.carry, self.f, before.maps, carried, *site.arguments)
+        return h, Merge(site, y, h.shape, carry, maps, read=read)
 
 
 def crosses(before: Merge, site: HyperConnection) -> bool:
@@ -262,8 +264,8 @@ class HyperConnection(WideParameters):
             return _plain(self, x)
         self.require_wide(x)
         if self.mhc:
-            h, maps, carry, *_ = site_ops.mhc_pre(x, self.carried(x, pre), *self.arguments)
-            return h, Merge(self, x, h.shape, carry, maps)
+            h, maps, carry, *_, read = site_ops.mhc_pre(x, self.carried(x, pre), *self.arguments)
+            return h, Merge(self, x, h.shape, carry, maps, read=read)
         with torch.autocast(x.device.type, enabled=False):
             h, carry, logits, post, res = self._maps(x)
             pre = None if self.control is None else self._pre(logits)

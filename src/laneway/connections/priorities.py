@@ -27,7 +27,7 @@ def check_floor(field: str, floor: float, streams: int) -> None:
 
 def relative_priorities(scores: Tensor, floor: float) -> Tensor:
     """Scores […, n] → w […, n]: mean 1, never under n · floor. Computed stream against stream, token by token."""
-    powers = (scores - scores.amax(-1, keepdim=True)).exp()
+    powers = (scores - scores.detach().amax(-1, keepdim=True)).exp()  # no score matters by itself, and neither does the largest
     n = scores.shape[-1]
     shares = powers / powers.mean(-1, keepdim=True)
     return (1 + (1 - n * floor) * (shares - 1)).clamp(min=n * floor)

@@ -92,8 +92,8 @@ class _Start:
             return site.enter(self.x, pre)
         site.require_wide(self.x)
         self.plan.block, self.plan.index = _Block(), 0
-        h, maps, carry, *_ = _Pre.apply(self.x, site.carried(self.x, pre), *site.arguments)
-        return h, Merge(site, self.x, h.shape, carry, maps)
+        h, maps, carry, *_, read = _Pre.apply(self.x, site.carried(self.x, pre), *site.arguments)
+        return h, Merge(site, self.x, h.shape, carry, maps, read=read)
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class _Recomputed:
         following = (_Block(), 0) if plan.index + 1 == plan.length else (plan.block, plan.index + 1)
         places = (plan.block, plan.index, *following)
         carried = site.carried(before.x, pre)
-        y, h, maps, carry, *_ = _Cross.apply(places, before.x, before.carry, self.f, before.maps, carried, *site.arguments)
+        y, h, maps, carry, *_, read = _Cross.apply(places, before.x, before.carry, self.f, before.maps, carried, *site.arguments)
         plan.block, plan.index = following
-        return h, Merge(site, y, h.shape, carry, maps)
+        return h, Merge(site, y, h.shape, carry, maps, read=read)
 
 
 class _Pre(torch.autograd.Function):
@@ -122,19 +122,20 @@ class _Pre(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, carried: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-        h, maps, carry, z, r = site_ops.mhc_pre(x, carried, *arguments)
+        h, maps, carry, z, r, read = site_ops.mhc_pre(x, carried, *arguments)
         ctx.options = arguments[3:]
         ctx.mark_non_differentiable(z, r)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, carried, *arguments[:3], maps, z, r)
-        return h, maps, carry, z, r
+        return h, maps, carry, z, r, read
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
-        gh, gmaps, gcarry, *_ = grad_outputs
+        gh, gmaps, gcarry, *_, read = grad_outputs
         x, carried, *parameters, maps, z, r = ctx.saved_tensors
-        gx, *grads, gcarried = site_ops.mhc_pre_backward(x, gcarry, gh, gmaps, carried, *parameters, maps, z, r, *ctx.options)
+        weights = carried if read is None else read
+        gx, *grads, gcarried = site_ops.mhc_pre_backward(x, gcarry, gh, gmaps, weights, *parameters, maps, z, r, *ctx.options)
         return gx, None if carried is None else gcarried, *grads, *[None] * 4
 
 
@@ -153,7 +154,7 @@ class _Cross(torch.autograd.Function):
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
         block, index, after, _ = places
-        y, h, next_maps, next_carry, z, r = site_ops.mhc_cross(x, carry, f, maps, carried, *arguments)
+        y, h, next_maps, next_carry, z, r, read = site_ops.mhc_cross(x, carry, f, maps, carried, *arguments)
         ctx.places, ctx.options = places, arguments[3:]
         ctx.mark_non_differentiable(z, r)
         ctx.set_materialize_grads(False)
@@ -161,17 +162,17 @@ class _Cross(torch.autograd.Function):
         end = y if after is not block else None  # the next block's start, which that block keeps too: the same storage
         ctx.save_for_backward(start, f, maps, end, carried, *arguments[:3], next_maps, z, r)
         block.nodes.append(weakref.ref(ctx))
-        return y, h, next_maps, next_carry, z, r
+        return y, h, next_maps, next_carry, z, r, read
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
-        gy, gh, gmaps, gnext, *_ = grad_outputs
+        gy, gh, gmaps, gnext, *_, read = grad_outputs
         block, index, after, after_index = ctx.places
         _, f, maps, end, carried, *parameters, next_maps, z, r = block.saved(index)
         x, y = block.streams(index), after.streams(after_index) if end is None else end
         g, gf, gbefore, *grads, gcarried = site_ops.mhc_cross_backward(
-            gnext, gy, gh, gmaps, x, f, maps, y, carried, *parameters, next_maps, z, r, *ctx.options
+            gnext, gy, gh, gmaps, x, f, maps, y, carried if read is None else read, *parameters, next_maps, z, r, *ctx.options
         )
         block.done(index)
         return None, None, g, gf, gbefore, None if carried is None else gcarried, *grads, *[None] * 4

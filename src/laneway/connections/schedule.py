@@ -32,7 +32,7 @@ from laneway.connections.arbitration import check_directions
 from laneway.connections.control import Maps, StreamControl, attach, require_sites
 from laneway.connections.curvature import WIDEST, TokenSample
 from laneway.connections.priorities import FORMS, check_floor, keep_total, metered, modulate, relative_priorities
-from laneway.core import InputError, choice, collect, positive_int, real
+from laneway.core import InputError, choice, collect, positive_int, problems_of, real
 
 if TYPE_CHECKING:
     from laneway.connections.layer import HyperConnection
@@ -75,6 +75,9 @@ class Schedule:
 
     def problems(self, streams: Collection[int], widths: Collection[int], prefix: str = "") -> list[InputError]:
         """All that is wrong for sites of such streams and widths; names of fields begin with ``prefix``."""
+        return problems_of(self, prefix, lambda sound: sound._out_of_range(streams, widths, prefix))
+
+    def _out_of_range(self, streams: Collection[int], widths: Collection[int], prefix: str) -> list[InputError]:
         return collect(
             [
                 lambda: self._real(prefix, "temperature", lambda given: given > 0, "a number > 0"),
@@ -167,11 +170,13 @@ class SiteScheduler(StreamControl):
         """w [N, 2, n] of streams x […, n, C]: for reads and for writes."""
         with torch.no_grad():
             wide = x.detach().reshape(-1, *x.shape[-2:]).to(dtype)
-            scale = wide.square().mean(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny).rsqrt()
-            z = (wide @ self.sampler.projection.to(dtype)) * (scale * math.sqrt(self.key.shape[0] / x.shape[-1]))
-        keys = z @ self.key.to(dtype).mT + self.stream.to(dtype)
-        scores = self.query.to(dtype) @ keys.mT / (self.schedule.temperature * math.sqrt(keys.shape[-1]))
-        return relative_priorities(scores + self.schedule.demand * self.demand.to(dtype), self.schedule.floor)
+            square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
+            scale = square.clamp(min=torch.finfo(dtype).tiny).rsqrt() * math.sqrt(self.key.shape[0] / x.shape[-1])
+            z = (wide @ self.sampler.projection.to(dtype)) * scale
+        query = self.query.to(dtype) / (self.schedule.temperature * math.sqrt(self.key.shape[0]))
+        own = query @ self.stream.to(dtype).mT + self.schedule.demand * self.demand.to(dtype)  # of a stream, whatever it holds
+        scores = (z @ (query @ self.key.to(dtype)).mT).mT + own
+        return relative_priorities(scores, self.schedule.floor)
 
     def _watch(self, x: Tensor, read: Tensor, write: Tensor, pre: Tensor, post: Tensor) -> tuple[Tensor, Tensor]:
         """Note tokens and mean priorities; the maps, with their use metered."""

@@ -13,6 +13,7 @@ CUDA the host waits once a measurement, for the principal directions.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -54,7 +55,10 @@ class ConnectionScheduler(LateSums):
         self._groups = [[i for i, n in enumerate(streams) if n == size] for size in sorted(set(streams))]
         numbers = sum(2 * n * n + 2 * n + 2 * (n + 1) for n in streams)
         super().__init__(NAME, torch.zeros(numbers, device=self.sites[0].damping.device), verify)
-        self._measured = [torch.zeros(2, n) for n in streams]
+        device = self.sites[0].damping.device
+        self._host = torch.zeros(len(TOLD) * sum(streams), pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._arrives = False
         self._row: dict[str, Any] | None = None
 
     @property
@@ -65,10 +69,12 @@ class ConnectionScheduler(LateSums):
     def apply_statistics(self, statistics: dict[str, Tensor]) -> None:
         """Take in sums over all ranks: demand, similarity and damping of every site follow."""
         sizes = [self._size(group) for group in self._groups]
-        told: dict[int, tuple[Tensor, ...]] = {}
-        for group, sums in zip(self._groups, statistics[NAME].to(self._sums).split(sizes), strict=True):
-            told |= zip(group, zip(*self._apply([self.sites[i] for i in group], sums), strict=True), strict=True)
-        self._row = {name: [told[i][place].tolist() for i in range(len(told))] for place, name in enumerate(TOLD)}
+        parts = zip(self._groups, statistics[NAME].to(self._sums).split(sizes), strict=True)
+        told = [part.flatten() for group, sums in parts for part in self._apply([self.sites[i] for i in group], sums)]
+        self._host.copy_(torch.cat(told), non_blocking=True)  # one copy, which nothing waits for; it is read as the step ends
+        if self._copied is not None:
+            self._copied.record()
+        self._arrives = True
 
     def remove(self) -> None:
         """Take the schedulers off the model; an optimizer keeps their parameters."""
@@ -79,7 +85,8 @@ class ConnectionScheduler(LateSums):
     def on_step_begin(self, step: int) -> None:
         """Decisions from the last measurement; watch, where one is due."""
         self.follow()
-        self.decided(torch.cat([part.flatten() for site in self.sites for part in (site.demand, site.damping)]))
+        if self._agreement.statistics is not None:
+            self.decided(torch.cat([part.flatten() for site in self.sites for part in (site.demand, site.damping)]))
         if (step - 1) % self.schedule.every == 0:
             for site in self.sites:
                 site.watch(True)
@@ -94,16 +101,32 @@ class ConnectionScheduler(LateSums):
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
         """``priority`` (of writes), ``read_priority``, ``similarity`` (mean to the others) and ``damping``, [sites][streams]."""
+        if self._arrives:
+            self._row, self._arrives = self._read(), False
         if self._row is not None:
             metrics |= self._row
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured and not yet applied; all else is in the model."""
-        return {"sums": self._sums.clone(), "pending": self._pending, "row": self._row}
+        row = self._read() if self._arrives else self._row
+        return {"sums": self._sums.clone(), "pending": self._pending, "row": row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo of ``state_dict``."""
         self._sums, self._pending, self._row = state["sums"].to(self._sums), bool(state["pending"]), state["row"]
+        self._arrives = False
+
+    def _read(self) -> dict[str, Any]:
+        """What was copied, [sites][streams] of each name."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers = iter(self._host.tolist())
+        found: dict[str, Any] = {name: [None] * len(self.sites) for name in TOLD}
+        for group in self._groups:
+            for name in TOLD:
+                for i in group:
+                    found[name][i] = list(islice(numbers, len(self.sites[i].damping)))
+        return found
 
     # -- sites with as many streams, together
 
@@ -144,8 +167,7 @@ class ConnectionScheduler(LateSums):
         similarity = _average(sites, "similarity", newest, pairs > 0, decay)
         demand = _average(sites, "demand", *log_shares(use), schedule.decay)
         damping = damping_gate(similarity, demand[:, 1], schedule.threshold, schedule.damping)
-        for site, found in zip(sites, damping, strict=True):
-            site.damping.copy_(found)
+        torch._foreach_copy_([site.damping for site in sites], list(damping))
         seen = seen.view(m, 2, n + 1)
         read, write = (seen[..., :n] / (n * seen[..., n:].clamp(min=1))).unbind(1)
         apart = 1 - torch.eye(n, device=newest.device)
@@ -156,6 +178,5 @@ def _average(sites: list[SiteScheduler], name: str, newest: Tensor, there: Tenso
     """Move each site's buffer ``name`` towards what was measured, where there is something; returns all [sites, …]."""
     before = torch.stack([getattr(site, name) for site in sites])
     after = torch.where(there, decay * before + (1 - decay) * newest, before)
-    for site, found in zip(sites, after, strict=True):
-        getattr(site, name).copy_(found)
+    torch._foreach_copy_([getattr(site, name) for site in sites], list(after))
     return after

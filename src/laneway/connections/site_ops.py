@@ -1,13 +1,17 @@
 """The ops of an mHC site (Sinkhorn maps), registered with ``torch.library``. kernels/__init__.py says what each computes.
 
-    laneway::mhc_pre     x, parameters → h, maps, carry
+    laneway::mhc_pre     x, parameters → h, maps, carry (and z, r for the backward, and read)
     laneway::mhc_post    x, carry, f, maps → y
-    laneway::mhc_cross   x, carry, f, maps, the next site's parameters → y, h, maps, carry
+    laneway::mhc_cross   x, carry, f, maps, the next site's parameters → y, h, maps, carry, …
+    laneway::mhc_read    h, x, H_pre, other weights, read → Σ_i weights_i x_i
 
 **carry** is how the streams' gradient travels. x is used twice, before the sub-layer and after it, and autograd would add the two
 gradients in a pass of its own. Instead a pre also returns ``carry``, a token with the shape of x and no storage to speak of, on
 which the following post depends. Post's backward hands on gy itself as the gradient of carry, and pre's backward does the rest,
 H_resᵀ included, in the one pass that writes x's gradient. ``carry`` is private to a site and its merge.
+
+**read** is how other weights than H_pre reach that pass, where a control mixes h anew: a token [N, n] whose gradient are those
+weights. ``mhc_read`` depends on it, and pre's backward then gives x the gradient of Σ_i weights_i x_i in H_pre's place.
 
 Each call is served by the backend that ``backends.backend_for`` chooses. The backward ops have a derivative of their own, taken
 through the reference: gradient penalties and Hessian-vector products work, slowly; a third derivative raises.
@@ -40,11 +44,17 @@ def _sizes(x: Tensor) -> tuple[int, int, torch.dtype]:
     return math.prod(x.shape[:-2]), x.shape[-2] * (x.shape[-2] + 2), compute_dtype(x.dtype)
 
 
-def _fake_pre(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake_pre(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, m, dtype = _sizes(x)
     carry = torch.empty_strided(x.shape, [0] * x.ndim, dtype=x.dtype, device=x.device)
+    read = torch.empty_strided((tokens, x.shape[-2]), [0, 0], dtype=dtype, device=x.device)
     maps, z, r = (x.new_empty(shape, dtype=dtype) for shape in ((tokens, m), (tokens, m), (tokens,)))
-    return x.new_empty(*x.shape[:-2], x.shape[-1]), maps, carry, z, r
+    return x.new_empty(*x.shape[:-2], x.shape[-1]), maps, carry, z, r, read
+
+
+def _read_token(maps: Tensor, n: int) -> Tensor:
+    """The token ``read``: [N, n] with the storage of one number, in the dtype of the maps."""
+    return _token(maps.new_empty(1).expand(len(maps), n))
 
 
 # ---------------------------------------------------------------- pre
@@ -55,10 +65,10 @@ def _fake_pre(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def mhc_pre(
     x: Tensor, carried: Tensor | None, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, eps: float, cap: float,
     iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x […, n, C], carried [N, n] or None, fn [m, nC], base [m], scale [3] → h […, C], maps [N, m], carry […, n, C], z, r."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """x […, n, C], carried [N, n] or None, fn [m, nC], base, scale [3] → h […, C], maps [N, m], carry […, n, C], z, r, read."""
     h, maps, z, r = backend_for(x).pre(_flat(x, 2), carried, fn, base, scale, norm_eps, eps, cap, iterations)
-    return _unflat(h, x.shape[:-2] + x.shape[-1:]), maps, _token(x), z, r.view(-1)
+    return _unflat(h, x.shape[:-2] + x.shape[-1:]), maps, _token(x), z, r.view(-1), _read_token(maps, x.shape[-2])
 
 
 @mhc_pre.register_fake
@@ -87,15 +97,16 @@ def _(x, gy, gh, gmaps, carried, fn, base, scale, maps, z, r, norm_eps, eps, cap
 
 def _pre_setup(ctx, inputs, output) -> None:
     x, carried, fn, base, scale, *ctx.options = inputs
-    _, maps, _, z, r = output
+    _, maps, _, z, r, _ = output
     ctx.mark_non_differentiable(z, r)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, carried, fn, base, scale, maps, z, r)
 
 
-def _pre_vjp(ctx, gh, gmaps, gcarry, *_):
+def _pre_vjp(ctx, gh, gmaps, gcarry, _z, _r, read):
     x, carried, fn, base, scale, maps, z, r = ctx.saved_tensors
-    gx, *grads, gcarried = mhc_pre_backward(x, gcarry, gh, gmaps, carried, fn, base, scale, maps, z, r, *ctx.options)
+    weights = carried if read is None else read
+    gx, *grads, gcarried = mhc_pre_backward(x, gcarry, gh, gmaps, weights, fn, base, scale, maps, z, r, *ctx.options)
     return gx, None if carried is None else gcarried, *grads, None, None, None, None
 
 
@@ -152,12 +163,12 @@ mhc_post.register_autograd(_post_vjp, setup_context=_post_setup)
 def mhc_cross(
     x: Tensor, carry: Tensor, f: Tensor, maps: Tensor, carried: Tensor | None, fn: Tensor, base: Tensor, scale: Tensor,
     norm_eps: float, eps: float, cap: float, iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Post of one site and pre of the next, whose parameters these are → y, h, maps, carry, z, r."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Post of one site and pre of the next, whose parameters these are → y, h, maps, carry, z, r, read."""
     y, h, maps, z, r = backend_for(x, f).cross(
         _flat(x, 2), _flat(f, 1), maps, carried, fn, base, scale, norm_eps, eps, cap, iterations
     )
-    return _unflat(y, x.shape), _unflat(h, f.shape), maps, _token(x), z, r
+    return _unflat(y, x.shape), _unflat(h, f.shape), maps, _token(x), z, r, _read_token(maps, x.shape[-2])
 
 
 @mhc_cross.register_fake
@@ -188,19 +199,63 @@ def _(gnext, gy, gh, gmaps, x, f, maps, y, carried, fn, base, scale, next_maps, 
 
 def _cross_setup(ctx, inputs, output) -> None:
     x, _, f, maps, carried, fn, base, scale, *ctx.options = inputs
-    y, _, next_maps, _, z, r = output
+    y, _, next_maps, _, z, r, _ = output
     ctx.mark_non_differentiable(z, r)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, f, maps, y, carried, fn, base, scale, next_maps, z, r)
 
 
-def _cross_vjp(ctx, gy, gh, gmaps, gnext, *_):
-    saved = ctx.saved_tensors
-    g, gf, gbefore, *grads, gcarried = mhc_cross_backward(gnext, gy, gh, gmaps, *saved, *ctx.options)
-    return None, g, gf, gbefore, None if saved[4] is None else gcarried, *grads, None, None, None, None
+def _cross_vjp(ctx, gy, gh, gmaps, gnext, _z, _r, read):
+    x, f, maps, y, carried, *rest = ctx.saved_tensors
+    weights = carried if read is None else read
+    g, gf, gbefore, *grads, gcarried = mhc_cross_backward(gnext, gy, gh, gmaps, x, f, maps, y, weights, *rest, *ctx.options)
+    return None, g, gf, gbefore, None if carried is None else gcarried, *grads, None, None, None, None
 
 
 mhc_cross.register_autograd(_cross_vjp, setup_context=_cross_setup)
+
+
+# ---------------------------------------------------------------- read
+
+
+@torch.library.custom_op("laneway::mhc_read", mutates_args=())
+@_exact
+def mhc_read(h: Tensor, x: Tensor, pre: Tensor, weights: Tensor, read: Tensor) -> Tensor:
+    """Σ_i weights_i x_i […, C], from h = Σ_i pre_i x_i: bit for bit h where the weights are H_pre.
+
+    x […, n, C], pre and weights [N, n]. x and H_pre get their gradients from the pre that made h (see the module's docstring).
+    """
+    return mixed_anew(h, x, weights - pre)
+
+
+@mhc_read.register_fake
+def _(h, x, pre, weights, read):
+    return _fresh(h)
+
+
+def mixed_anew(h: Tensor, x: Tensor, change: Tensor) -> Tensor:
+    """h + Σ_i change_i x_i […, C], summed in change's precision."""
+    rows, wide = _flat(x, 2).to(change.dtype), _flat(h, 1).to(change.dtype)
+    return torch.baddbmm(wide.unsqueeze(1), change.unsqueeze(1), rows).to(h.dtype).view(h.shape)
+
+
+def _read_setup(ctx, inputs, output) -> None:
+    _, x, _, weights, _ = inputs
+    ctx.save_for_backward(x, weights)
+
+
+def _read_vjp(ctx, gh):
+    x, weights = ctx.saved_tensors
+    return gh, None, None, read_gradient(gh, x, weights.dtype), weights.contiguous()
+
+
+def read_gradient(gh: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient [N, n] of the weights that mix streams x […, n, C] into an h with gradient gh […, C]; has a derivative."""
+    with torch.autocast(x.device.type, enabled=False):
+        return (gh.reshape(-1, 1, x.shape[-1]).to(dtype) @ x.reshape(-1, *x.shape[-2:]).to(dtype).mT).squeeze(1)
+
+
+mhc_read.register_autograd(_read_vjp, setup_context=_read_setup)
 
 
 # ---------------------------------------------------------------- second derivatives, through the reference

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from laneway.core import InputError, choice
+from laneway.core import InputError, choice, wrong_types
 from laneway.data import shards
 from laneway.data.build import SPLIT_RULE, build
 from laneway.data.cache import cache_folder, discard, locked, new_folder, remove_leftovers
@@ -59,6 +59,8 @@ class TextDataConfig:
         if isinstance(self.suffixes, str) or not all(isinstance(item, str) and item.startswith(".") for item in self.suffixes):
             raise InputError("data.suffixes", self.suffixes, "suffixes that begin with a dot, such as .txt .md")
         object.__setattr__(self, "suffixes", tuple(self.suffixes))  # a list, where it comes from a file
+        for problem in wrong_types(self, "data.").values():
+            raise problem
 
 
 @dataclass(frozen=True)

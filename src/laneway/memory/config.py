@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from laneway.core import InputError, choice, collect, nearest, positive_int
+from laneway.core import InputError, choice, collect, nearest, positive_int, problems_of
 from laneway.sizes import (
     BYTES_ACCEPTED,
     DEFAULT_HOST_BUFFER_RATIO,
@@ -96,7 +96,9 @@ class MemoryConfig:
 
     def problems(self, prefix: str = "memory") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
+        return problems_of(self, f"{prefix}.", lambda sound: sound._out_of_range(prefix))
 
+    def _out_of_range(self, prefix: str) -> list[InputError]:
         def name(field: str) -> str:
             return f"{prefix}.{field}"
 
@@ -116,7 +118,6 @@ class MemoryConfig:
             lambda: positive_int(name("min_bytes"), self.min_bytes, at_least=0),
             lambda: choice(name("optimizer_state"), self.optimizer_state, OPTIMIZER_STATES),
             lambda: _check_bits(name("optimizer_bits"), self.optimizer_bits),
-            lambda: choice(name("replay"), str(self.replay).lower(), SWITCH),
         ]
         return collect(checks)
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laneway.connections import HyperConnection, StreamChain, StreamReadout, expand_spread, expand_streams
-from laneway.core import InputError, choice, collect, positive_int
+from laneway.core import InputError, choice, collect, positive_int, problems_of
 
 # The residual choices by their usual names, and the manifold of H_res that each stands for.
 RESIDUALS = {
@@ -65,6 +65,9 @@ class GPTConfig:
 
     def problems(self, prefix: str = "model") -> list[InputError]:
         """Everything that is wrong with this configuration, one error a field."""
+        return problems_of(self, f"{prefix}.", lambda sound: sound._out_of_range(prefix))
+
+    def _out_of_range(self, prefix: str) -> list[InputError]:
         found: list[InputError] = []
         for name in ("vocab_size", "context", "layers", "heads", "dim", "streams", "sinkhorn_iterations"):
             found += collect([lambda name=name: positive_int(f"{prefix}.{name}", getattr(self, name))])

@@ -28,12 +28,14 @@ def check_architecture(arch: Architecture, field: str) -> None:
     """Raise InputError for a shape that no model has."""
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "streams"):
         count(f"{field}.{name}", getattr(arch, name))
-    for name in ("experts", "experts_per_token"):
+    for name in ("experts", "experts_per_token", "scheduler"):
         count(f"{field}.{name}", getattr(arch, name), 0)
     if arch.hidden % arch.heads:
         raise InputError(f"{field}.heads", arch.heads, f"a divisor of hidden = {arch.hidden}")
     if arch.heads % arch.kv_heads:
         raise InputError(f"{field}.kv_heads", arch.kv_heads, f"a divisor of heads = {arch.heads}")
+    if arch.scheduler > arch.hidden:
+        raise InputError(f"{field}.scheduler", arch.scheduler, f"an integer from 0 to hidden = {arch.hidden}")
     if not min(1, arch.experts) <= arch.experts_per_token <= arch.experts:
         accepted = f"1 to experts = {arch.experts}" if arch.experts else "0 without experts"
         raise InputError(f"{field}.experts_per_token", arch.experts_per_token, accepted)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laneway.cluster.architecture import Architecture
+from laneway.connections.schedule import Schedule, add_scheduler
 from laneway.core import InputError
 from laneway.models.gpt import GPT, Attention, GPTConfig, rotate
 
@@ -67,5 +68,7 @@ def decoder(arch: Architecture, *, context: int = 2048, device: torch.device | s
                 block.ffn = FeedForward(config)
         if not arch.tied:
             model.head = nn.Linear(arch.hidden, arch.vocab, bias=False)
+        if arch.scheduler and arch.streams > 1:
+            add_scheduler(model, Schedule(features=arch.scheduler, damping=0.0))  # damping has no parameters
     model._initialise()
     return model

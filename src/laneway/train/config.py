@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
-from laneway.core import InputError, choice, collect, positive_int
+from laneway.core import InputError, choice, collect, positive_int, problems_of
 from laneway.data.text import TextDataConfig
 from laneway.data.text import check as check_text
 from laneway.memory.config import LOSSY, MemoryConfig
@@ -74,6 +74,9 @@ class OptimizerConfig:
 
     def problems(self, prefix: str = "optimizer") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
+        return problems_of(self, f"{prefix}.", lambda sound: sound._out_of_range(prefix))
+
+    def _out_of_range(self, prefix: str) -> list[InputError]:
         rules = [
             ("lr", self.lr, 0 < self.lr < math.inf, "a number > 0"),
             ("warmup", self.warmup, 0 <= self.warmup < 1, "a fraction from 0 to below 1"),
@@ -148,6 +151,9 @@ class TrainConfig:
 
     def problems(self, world_size: int = 1) -> list[InputError]:
         """Everything that is wrong with the configuration, one error a field, for a run on ``world_size`` ranks."""
+        return problems_of(self, "", lambda sound: sound._out_of_range(world_size))
+
+    def _out_of_range(self, world_size: int) -> list[InputError]:
         found = [*self.model.problems("model"), *self.optimizer.problems("optimizer"), *self.memory.problems("memory")]
         found += [*self.control.problems("control"), *self.reduction.problems("reduction")]
         if not found:

@@ -9,7 +9,7 @@ from laneway.connections.curvature import WIDEST
 from laneway.connections.gates import strength_in_range
 from laneway.connections.purify import SCREENS
 from laneway.connections.schedule import Schedule
-from laneway.core import InputError, choice, collect, positive_int, real
+from laneway.core import InputError, choice, collect, positive_int, problems_of, real
 from laneway.models.gpt import GPTConfig
 
 AUTO = "auto"
@@ -75,6 +75,9 @@ class ControlConfig:
 
     def problems(self, prefix: str = "control") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
+        return problems_of(self, f"{prefix}.", lambda sound: sound._out_of_range(prefix))
+
+    def _out_of_range(self, prefix: str) -> list[InputError]:
         checks: list[Callable[[], object]] = [
             lambda: self._check_strength(prefix),
             lambda: positive_int(f"{prefix}.curvature_every", self.curvature_every),
@@ -117,8 +120,16 @@ class ControlConfig:
             accepted = f"a number > 0 for each of {model.streams} streams"
             raise InputError(f"{prefix}.priorities", list(self.priorities), accepted)
         if self.scheduler:
+            self._check_width(model.dim, prefix)
             for problem in self.schedule.problems((model.streams,), (model.dim,), f"{prefix}.scheduler_"):
                 raise problem
+
+    def _check_width(self, dim: int, prefix: str) -> None:
+        """Damping compares subspaces of the streams, which have fewer dimensions than the streams."""
+        least = self.schedule.directions + 1
+        if self.scheduler_damping and dim < least:
+            accepted = f"0 with model.dim = {dim}: streams that narrow have no subspaces to compare"
+            raise InputError(f"{prefix}.scheduler_damping", self.scheduler_damping, accepted, f"model.dim ≥ {least} has them")
 
     def _check_strength(self, prefix: str) -> None:
         if self.curvature == AUTO:

@@ -9,13 +9,15 @@ from laneway.cluster.architecture import Architecture
 from laneway.core import InputError
 from laneway.models.gpt import GPTConfig
 from laneway.train.config import TrainConfig
+from laneway.train.control_config import ControlConfig
 
 if TYPE_CHECKING:
     from laneway.strategy.strategy import Strategy
 
 
-def architecture_of(model: GPTConfig) -> Architecture:
-    """What a plan needs to know of a model."""
+def architecture_of(model: GPTConfig, control: ControlConfig | None = None) -> Architecture:
+    """What a plan needs to know of a model, with what its controls add to it."""
+    features = control.schedule.features if control is not None and control.scheduler else 0
     return Architecture(
         layers=model.layers,
         hidden=model.dim,
@@ -26,6 +28,7 @@ def architecture_of(model: GPTConfig) -> Architecture:
         gated=True,
         tied=True,
         streams=1 if model.residual == "residual" else model.streams,
+        scheduler=min(features, model.dim),
     )
 
 
@@ -35,7 +38,7 @@ def apply_plan(plan: Strategy, config: TrainConfig) -> TrainConfig:
     Raises:
         InputError: the plan was made for another model or length, or has degrees that the training loop doesn't apply.
     """
-    ours, planned = architecture_of(config.model), plan.arch
+    ours, planned = architecture_of(config.model, config.control), plan.arch
     for name in (item.name for item in fields(Architecture)):
         if getattr(ours, name) != getattr(planned, name):
             hint = "plan for this run's model with `laneway plan --recipe NAME [--config FILE]`"

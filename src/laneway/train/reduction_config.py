@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from laneway.cluster.reduce.scheme import LEAST_CHUNK, WIRES, LevelScheme
 from laneway.cluster.topology import Topology
-from laneway.core import InputError, choice, collect, positive_int
+from laneway.core import InputError, choice, collect, positive_int, problems_of
 
 OVER = ("flat", "levels", "auto")
 SHARD = ("all", "hosts")
@@ -41,6 +41,9 @@ class ReductionConfig:
 
     def problems(self, prefix: str = "reduction") -> list[InputError]:
         """Everything that is wrong with these fields, one error a field."""
+        return problems_of(self, f"{prefix}.", lambda sound: sound._out_of_range(prefix))
+
+    def _out_of_range(self, prefix: str) -> list[InputError]:
         found = collect(
             [
                 lambda: choice(f"{prefix}.over", self.over, OVER),

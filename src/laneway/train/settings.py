@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +14,9 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from laneway.core import InputError, nearest
+from laneway.core import InputError, nearest, typed
 
 T = TypeVar("T")
-
-_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false", type(None): "nothing"}
 
 
 def read_toml(path: str | Path, field: str = "config") -> dict[str, Any]:
@@ -57,7 +54,7 @@ def _merge(base: Any, mapping: Mapping[str, Any], prefix: str) -> tuple[Any, lis
                 found.append(InputError(name, value, f"a table [{name}]"))
         else:
             try:
-                changes[key] = _convert(name, value, hints[key])
+                changes[key] = typed(name, value, hints[key])
             except InputError as error:
                 found.append(error)
     return _replace(base, changes, found), found
@@ -76,21 +73,6 @@ def _replace(base: Any, changes: dict[str, Any], found: list[InputError]) -> Any
 def _unknown(name: str, key: str, value: Any, known: Mapping[str, Any]) -> InputError:
     close = nearest(key, known)
     return InputError(name, value, "one of the fields " + ", ".join(known), close and f"did you mean {close!r}?")
-
-
-def _convert(name: str, value: Any, hint: Any) -> Any:
-    """``value`` as the annotated type; an integer is a number too, a list may stand for a tuple."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
-    for option in options:
-        if option is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
-            item = typing.get_args(option)[0]
-            return tuple(_convert(f"{name}[{index}]", part, item) for index, part in enumerate(value))
-        if isinstance(option, type) and isinstance(value, option) and not (option is int and isinstance(value, bool)):
-            return value
-    words = [_WORDS.get(option, "a list") for option in options if option is not type(None)]
-    raise InputError(name, value, " or ".join(words))
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

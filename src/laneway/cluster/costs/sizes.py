@@ -27,9 +27,12 @@ def feed_forward_parameters(arch: Architecture) -> int:
 
 
 def connection_parameters(arch: Architecture) -> int:
-    """Weights of one layer's hyper-connections: each site projects n·C onto n² + 2n map entries; none for one stream."""
-    n = arch.streams
-    return 0 if n == 1 else SITES * (n * arch.hidden + 1) * n * (n + 2)
+    """Weights of one layer's hyper-connections: each site projects n·C onto n² + 2n map entries; none for one stream.
+
+    A scheduler of d features has n·d + d² + 2·d more at each site.
+    """
+    n, d = arch.streams, arch.scheduler
+    return 0 if n == 1 else SITES * ((n * arch.hidden + 1) * n * (n + 2) + d * (n + d + 2))
 
 
 def layer_parameters(arch: Architecture, *, active: bool = False) -> int:

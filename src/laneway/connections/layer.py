@@ -21,8 +21,8 @@ from laneway.core import InputError, choice, positive_int
 class Merge:
     """What a site hands on: ``merge(f)`` gives the streams after it, and ``merge.into(site, f)`` also enters the next site.
 
-    ``pre`` and ``post`` are H_pre and H_post [N, n], ``res`` H_res [N, out, in] (None where the site has no maps), N all leading
-    dims flattened. No dataclass: FSDP looks into those for the tensors that a module returns, and x is none of them.
+    ``pre`` and ``post`` are H_pre and H_post [N, n], ``res`` H_res [N, out, in] (None without maps), N all leading dims flattened.
+    No dataclass: FSDP looks into those for the tensors that a module returns, and x is none of them.
     """
 
     def __init__(
@@ -38,8 +38,7 @@ class Merge:
         read: Tensor | None = None,
     ) -> None:
         self.site, self.x, self.shape, self.carry = site, x, shape, carry
-        self.maps, self.post_map, self.res_map, self.pre_map = maps, post_map, res_map, pre_map
-        self.read = read
+        self.maps, self.post_map, self.res_map, self.pre_map, self.read = maps, post_map, res_map, pre_map, read
 
     def __call__(self, f: Tensor) -> Tensor:
         """H_res x + H_postᵀ f: f […, C] → […, n, C].
@@ -63,8 +62,7 @@ class Merge:
             InputError: f has another shape than the sub-layer's input.
         """
         self._check(f)
-        crossing = Crossing(self, f)
-        return site(crossing) if pre is None else site(crossing, pre)
+        return site(Crossing(self, f)) if pre is None else site(Crossing(self, f), pre)
 
     @property
     def pre(self) -> Tensor | None:

@@ -47,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "purify": {"purify_every": 6},
     "purify-late": {"purify_every": 6, "purify_screen": "late"},
     "curvature": {"curvature": 0.3},
+    "curvature-purify": {"curvature": 0.3, "purify_every": 6, "purify_screen": "late"},
     "scheduler": {"scheduler": True},
     "all": {"curvature": 0.3, "scheduler": True, "purify_every": 6, "purify_screen": "late"},
 }

@@ -50,8 +50,6 @@ class StabilityOptions:
             choice("variants", name, VARIANTS)
         for name in self.conditions:
             choice("conditions", name, CONDITIONS)
-        if not self.variants:
-            raise InputError("variants", "", "at least one")
         positive_int("seeds", self.seeds)
         positive_int("steps", self.shape.steps, 20)
         if self.runs and not Path(self.runs).expanduser().parent.is_dir():
@@ -60,16 +58,6 @@ class StabilityOptions:
     def of(self, variant: str) -> tuple[str, ...]:
         """The conditions that a variant is run under."""
         return self.conditions or (tuple(CONDITIONS) if variant in RESIDUALS else OF_MECHANISMS)
-
-
-def chosen(options: StabilityOptions, variants: str, conditions: str) -> StabilityOptions:
-    """The options with comma-separated names; an empty text leaves them all."""
-    options = replace(options, variants=_names(variants) or options.variants)
-    return replace(options, conditions=_names(conditions) or options.conditions)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def quick(options: StabilityOptions) -> StabilityOptions:

@@ -42,7 +42,7 @@ def with_dashes(args: Sequence[str]) -> list[str]:
 def _tuple_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]] | None:
     """``tuple[T, ...]`` and ``tuple[T, T]`` of names or numbers."""
     parts = get_args(info.type)
-    kind = parts[0] if info.type_origin is tuple and parts else None
+    kind: Any = parts[0] if info.type_origin is tuple and parts else None
     if kind not in WORDS or not set(parts) <= {kind, ...}:
         return None
     length = None if ... in parts else len(parts)

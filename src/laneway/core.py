@@ -57,9 +57,10 @@ def choice(field: str, given: object, options: Iterable[str]) -> str:
 
 def choices(field: str, given: Iterable[str], options: Iterable[str]) -> tuple[str, ...]:
     """Return ``given`` if it has one or more of ``options`` and nothing else; otherwise raise an InputError."""
-    given, options = tuple(given), list(options)
-    if not given:
-        raise InputError(field, "", "one or more of " + ", ".join(options))
+    options = list(options)
+    given = given if isinstance(given, str) else tuple(given)
+    if isinstance(given, str) or not given:
+        raise InputError(field, given or "", "a list with one or more of " + ", ".join(options))
     return tuple(choice(field, name, options) for name in given)
 
 

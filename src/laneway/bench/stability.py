@@ -23,7 +23,7 @@ from laneway.bench.stability_runs import Shape, run_unit
 from laneway.bench.stability_variants import RESIDUALS, VARIANTS
 from laneway.bench.stats import wilson
 from laneway.bench.threads import using_threads
-from laneway.core import InputError, LanewayError, choice, positive_int
+from laneway.core import InputError, LanewayError, choice, choices, positive_int
 from laneway.data.text import TextDataConfig, prepare
 
 KEY = ("variant", "condition", "seed")
@@ -46,8 +46,7 @@ class StabilityOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.variants:
-            choice("variants", name, VARIANTS)
+        choices("variants", self.variants, VARIANTS)
         for name in self.conditions:
             choice("conditions", name, CONDITIONS)
         positive_int("seeds", self.seeds)

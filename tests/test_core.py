@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from laneway.core import Extension, InputError, LanewayError, choice, nearest, positive_int
+from laneway.core import Extension, InputError, LanewayError, choice, choices, nearest, positive_int
 
 
 def test_input_error_names_field_value_and_what_is_accepted():
@@ -65,3 +65,10 @@ def test_extension_is_a_structural_protocol():
 
     assert isinstance(Whole(), Extension)
     assert not isinstance(Part(), Extension)
+
+
+@pytest.mark.parametrize("given", ["abc", "a", "", (), ("a", "d"), ["a", 1]])
+def test_choices_are_one_or_more_of_the_options(given):
+    assert choices("field", (name for name in "ba"), "abc") == ("b", "a")
+    with pytest.raises(InputError, match=r"^field: got .*; accepted: .*one( or more)? of a, b, c"):
+        choices("field", given, "abc")

@@ -55,6 +55,15 @@ def choice(field: str, given: object, options: Iterable[str]) -> str:
     raise InputError(field, given, "one of " + ", ".join(options), f"did you mean {close!r}?" if close else None)
 
 
+def choices(field: str, given: Iterable[str], options: Iterable[str]) -> tuple[str, ...]:
+    """Return ``given`` if it has one or more of ``options`` and nothing else; otherwise raise an InputError."""
+    options = list(options)
+    given = given if isinstance(given, str) else tuple(given)
+    if isinstance(given, str) or not given:
+        raise InputError(field, given or "", "a list with one or more of " + ", ".join(options))
+    return tuple(choice(field, name, options) for name in given)
+
+
 # What memory that could not be had was asked for, as torch, numpy and the counting allocator tell it: (number, unit).
 ASKED_MEMORY = re.compile(r"(?:tried to allocate|unable to allocate|wanted)\s+([\d.]+)\s*(bytes|[KMGT]iB|B)\b", re.IGNORECASE)
 

@@ -80,4 +80,4 @@ def test_bad_options_of_the_verb_are_named():
     with pytest.raises(lw.InputError, match="sizes: got '32'"):
         controls_job(sizes=("32",))
     with pytest.raises(lw.InputError, match="settings: got 'purity'"):
-        controls_job(settings="purity")
+        controls_job(settings=("purity",))

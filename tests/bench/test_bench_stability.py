@@ -316,7 +316,7 @@ def test_a_seed_s_run_does_not_depend_on_its_neighbours():
         ({"conditions": ("fp17",)}, "fp16"),
         ({"seeds": 0}, "seeds"),
         ({"runs": "/no/such/folder/runs.csv"}, "existing folder"),
-        ({"variants": ()}, "at least one"),
+        ({"variants": ()}, "one or more of"),
     ],
 )
 def test_bad_input(changes, words):

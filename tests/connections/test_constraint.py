@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+from dataclasses import fields
 
 import pytest
 import torch
@@ -323,6 +325,23 @@ def test_bad_options_are_named_and_leave_the_model_alone(given, message):
     model = gpt()
     with pytest.raises(lw.InputError, match=message):
         CurvatureConstraint(model, **given)
+    assert model.blocks[0].site_attention.control is None
+
+
+MADE = {
+    Rule: lambda model, config: CurvatureConstraint(model, rule=config),
+    Measurement: lambda model, config: CurvatureConstraint(model, measurement=config),
+    AutoSettings: lambda model, config: CurvatureConstraint(model, AutoStrength(config)),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_field_of_another_type_is_named(kind):
+    model = gpt()
+    for name in (field.name for field in fields(kind)):
+        for wrong in ("no", [1], 1 if name == "res" else True):
+            with pytest.raises(lw.InputError, match=rf"{name}: got {re.escape(repr(wrong))}; accepted: "):
+                MADE[kind](model, kind(**{name: wrong}))
     assert model.blocks[0].site_attention.control is None
 
 

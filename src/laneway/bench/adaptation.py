@@ -14,7 +14,7 @@ from typing import Any
 
 from laneway.bench import netlab
 from laneway.bench.rows import Report, Row
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choices, positive_int
 
 __all__ = ["AdaptationOptions", "quick", "rows_of", "run"]
 
@@ -58,10 +58,9 @@ class AdaptationOptions:
             if "." in link:
                 raise InputError("links", link, "names of links, both ways", link.split(".")[0])
             self.network.directions(link)
-        for name in self.variants:
-            choice("variants", name, VARIANTS)
-        if not self.links or not self.variants:
-            raise InputError("links", self.links, "at least one link and one variant")
+        choices("variants", self.variants, VARIANTS)
+        if not self.links:
+            raise InputError("links", "", "one or more names of links")
         for count in self.steps:
             positive_int("steps", count, 8)
         positive_int("size_kb", self.size_kb, 64)

@@ -22,7 +22,7 @@ from laneway.bench.netlab import Network, available
 from laneway.bench.netlab import run as run_lab
 from laneway.bench.rows import Report, Row
 from laneway.bench.stats import paired_ratio, parts, quartiles
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choices, positive_int
 
 __all__ = ["CollectivesOptions", "quick", "run"]
 
@@ -59,12 +59,12 @@ class CollectivesOptions:
 
     def check(self) -> None:
         """Raise InputError where an option is out of range, and Unavailable where this machine can't hold the network."""
-        for op in self.ops:
-            choice("ops", op, (*OPS, DDP_STEP))
-        for name in self.variants:
-            choice("variants", name, VARIANTS)
+        choices("ops", self.ops, (*OPS, DDP_STEP))
+        choices("variants", self.variants, VARIANTS)
         if "flat" not in self.variants:
             raise InputError("variants", self.variants, "names with flat among them: the others are compared with it")
+        if not self.sizes_kb:
+            raise InputError("sizes_kb", "", "one or more integers ≥ 1")
         for size in self.sizes_kb:
             positive_int("sizes_kb", size)
         positive_int("piece_kb", self.piece_kb)

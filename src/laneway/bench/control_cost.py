@@ -23,7 +23,7 @@ from laneway.connections import HyperConnection, StreamChain
 from laneway.connections.constraint import CurvatureConstraint, Measurement
 from laneway.connections.controls import CONTROLS, build
 from laneway.connections.scheduler import ConnectionScheduler
-from laneway.core import Extension, InputError, choice, positive_int
+from laneway.core import Extension, InputError, choices, positive_int
 
 RESIDUAL, MHC = "residual", "mhc"
 TARGET = 0.05
@@ -51,8 +51,7 @@ class ControlCostOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.controls:
-            choice("controls", name, CONTROLS)
+        choices("controls", self.controls, CONTROLS)
         for name in ("dim", "sites", "tokens", "every"):
             positive_int(name, getattr(self, name))
         positive_int("streams", self.streams, 2)

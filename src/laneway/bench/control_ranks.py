@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 
 from laneway.bench.control_cost import judged
 from laneway.bench.rows import Report, Row
-from laneway.core import Extension, LanewayError, SharesStatistics, choice, positive_int
+from laneway.core import Extension, LanewayError, SharesStatistics, choice, choices, positive_int
 from laneway.models.gpt import GPT, GPTConfig
 from laneway.train.config import TrainConfig
 from laneway.train.control_config import ControlConfig
@@ -75,8 +75,7 @@ class ControlRanksOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.settings:
-            choice("settings", name, SETTINGS)
+        choices("settings", self.settings, SETTINGS)
         choice("parallel", self.parallel, ("ddp", "fsdp"))
         positive_int("ranks", self.ranks, 2)
         for name in ("dim", "layers", "batch", "context", "cycles"):

@@ -24,7 +24,7 @@ from laneway.bench.dropping_member import member_main
 from laneway.bench.rows import Report, Row
 from laneway.bench.stats import mean_interval
 from laneway.cluster.drop.sizes import drop_for_saving
-from laneway.core import choice, positive_int
+from laneway.core import choices, positive_int
 
 __all__ = ["BASELINE", "VARIANTS", "DroppingOptions", "dropping_rows", "quick", "run"]
 
@@ -64,8 +64,7 @@ class DroppingOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.variants:
-            choice("variants", name, VARIANTS)
+        choices("variants", self.variants, VARIANTS)
         for name in ("seeds", "steps", "members", "layers", "batch_size", "validation_batches"):
             positive_int(name, getattr(self, name))
         positive_int("members", self.members, 2)

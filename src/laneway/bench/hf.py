@@ -21,7 +21,7 @@ from laneway.bench.stats import Interval, paired_ratio, parts
 from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, interleave, ratio
 from laneway.checkpoint.convert import quiet_transformers
-from laneway.core import choice, positive_int
+from laneway.core import choices, positive_int
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ORIGINAL, OURS, PLAIN = "transformers", "accelerate_hf", "plain_residual"
@@ -46,10 +46,8 @@ class HFOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.models:
-            choice("models", name, hf_models.BUILDERS)
-        for name in self.dtypes:
-            choice("dtype", name, DTYPES)
+        choices("models", self.models, hf_models.BUILDERS)
+        choices("dtype", self.dtypes, DTYPES)
         for name in ("layers", "batch_size", "time"):
             positive_int(name, getattr(self, name))
         positive_int("dim", self.dim, 2 * hf_models.HEAD)

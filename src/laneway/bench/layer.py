@@ -26,7 +26,7 @@ from laneway.bench.memory import peak_bytes
 from laneway.bench.rows import Report, Row
 from laneway.bench.stats import Interval, parts
 from laneway.bench.timer import Samples, interleave, ratio
-from laneway.core import InputError, LanewayError, choice
+from laneway.core import InputError, LanewayError, choice, choices
 from laneway.memory.allocator import keep_freed_memory
 
 STREAMS = 4
@@ -52,13 +52,13 @@ class LayerOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.dtypes:
-            if name not in DTYPES:
-                raise InputError("dtype", name, "fp32, bf16")
+        choices("dtype", self.dtypes, DTYPES)
         choice("allocator", self.allocator, ALLOCATORS)
         for tokens, dim in self.shapes:
             if tokens < 1 or dim < 1:
                 raise InputError("shape", f"{tokens}x{dim}", "TOKENSxDIM, both ≥ 1")
+        if not self.threads:
+            raise InputError("threads", "", "one or more integers ≥ 1, or 0 for all")
         for count in self.threads:
             if count < 0:
                 raise InputError("threads", count, "an integer ≥ 1, or 0 for all")

@@ -25,7 +25,7 @@ from laneway.bench.stats import mean_interval, spread
 from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, ratio
 from laneway.connections import param_groups
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choices, positive_int
 from laneway.data import digits
 from laneway.data.digits import Digits
 from laneway.models.convnet import ConvNet, ConvNetConfig
@@ -106,10 +106,8 @@ class ModalityOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.modalities:
-            choice("modalities", name, MODALITIES)
-        for name in self.variants:
-            choice("variants", name, RESIDUALS)
+        choices("modalities", self.modalities, MODALITIES)
+        choices("variants", self.variants, RESIDUALS)
         if BASELINE not in self.variants:
             raise InputError("variants", ",".join(self.variants), f"a list with {BASELINE}, which the others are compared with")
         for name in ("seeds", "steps"):

@@ -20,7 +20,7 @@ from laneway.bench.stats import parts
 from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, interleave, ratio
 from laneway.bench.training import TrainingStep
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choices, positive_int
 from laneway.models.gpt import RESIDUALS, GPTConfig
 from laneway.train.config import PRECISIONS, TrainConfig
 from laneway.train.ranks import ranks_of_run
@@ -46,8 +46,7 @@ class PrecisionOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.variants:
-            choice("variants", name, RESIDUALS)
+        choices("variants", self.variants, RESIDUALS)
         positive_int("threads", self.threads, 0)
         if not 0 < self.seconds < float("inf"):
             raise InputError("seconds", self.seconds, "a number > 0")

@@ -19,7 +19,7 @@ from laneway.bench.prediction_ranks import Found
 from laneway.bench.rows import Report, Row
 from laneway.cluster.costs.measured import MeasuredNetwork, predict
 from laneway.cluster.reduce.scheme import FLAT, LevelScheme, ReductionScheme
-from laneway.core import positive_int
+from laneway.core import InputError, positive_int
 
 __all__ = ["PredictionOptions", "quick", "run"]
 
@@ -67,6 +67,8 @@ class PredictionOptions:
 
     def check(self) -> None:
         """Raise InputError where an option is out of range, and Unavailable where this machine can't hold the network."""
+        if not self.sizes_kb:
+            raise InputError("sizes_kb", "", "one or more integers ≥ 1")
         for size in self.sizes_kb:
             positive_int("sizes_kb", size)
         positive_int("rounds", self.rounds)

@@ -20,7 +20,7 @@ from laneway.bench.rows import Report, Row
 from laneway.bench.stats import Interval, mean_interval, spread
 from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, ratio
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choices, positive_int
 from laneway.models.gpt import RESIDUALS, GPTConfig
 from laneway.train.config import OptimizerConfig, TrainConfig
 from laneway.train.ranks import ranks_of_run
@@ -55,8 +55,7 @@ class QualityOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.variants:
-            choice("variants", name, VARIANTS)
+        choices("variants", self.variants, VARIANTS)
         if BASELINE not in self.variants:
             raise InputError("variants", ",".join(self.variants), f"a list with {BASELINE}, which the others are compared with")
         for name in ("seeds", "steps", "batch_size", "validation_batches", "probe_every"):

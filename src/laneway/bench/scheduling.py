@@ -20,7 +20,7 @@ import numpy as np
 from laneway.bench import netlab
 from laneway.bench.rows import Report, Row
 from laneway.bench.stats import CONFIDENCE, RESAMPLES, SEED, Interval, parts
-from laneway.core import InputError, choice, positive_int
+from laneway.core import choices, positive_int
 
 __all__ = ["SchedulingOptions", "quick", "rows_of", "run"]
 
@@ -46,10 +46,7 @@ class SchedulingOptions:
 
     def check(self) -> None:
         """Raise InputError where a value is out of range."""
-        for name in self.experiments:
-            choice("experiments", name, EXPERIMENTS)
-        if not self.experiments:
-            raise InputError("experiments", "", "one of " + ", ".join(EXPERIMENTS))
+        choices("experiments", self.experiments, EXPERIMENTS)
         positive_int("phases", self.phases)
         positive_int("steps", self.steps)
 

@@ -29,7 +29,7 @@ from laneway.bench.rows import Report, Row
 from laneway.bench.soak_schedule import KINDS, PROTECTIONS, VARIANTS, Fault, Job, Workload, draw, most_faults
 from laneway.bench.soak_server import Server
 from laneway.bench.stats import Interval
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choices, positive_int
 
 LIMIT, BUDGET = 1.15, 0.95  # of the usual peak; of the limit
 TOGETHER = "all"
@@ -66,10 +66,8 @@ class SoakOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is wrong."""
-        for name in self.faults:
-            choice("faults", name, KINDS)
-        for name in self.variants:
-            choice("variants", name, VARIANTS)
+        choices("faults", self.faults, KINDS)
+        choices("variants", self.variants, VARIANTS)
         if "unmanaged" not in self.variants:
             raise InputError("variants", ",".join(self.variants), "a list with unmanaged, which the others are compared with")
         positive_int("seeds", self.seeds)

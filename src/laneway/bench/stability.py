@@ -23,7 +23,7 @@ from laneway.bench.stability_runs import Shape, run_unit
 from laneway.bench.stability_variants import RESIDUALS, VARIANTS
 from laneway.bench.stats import wilson
 from laneway.bench.threads import using_threads
-from laneway.core import InputError, LanewayError, choice, positive_int
+from laneway.core import InputError, LanewayError, choice, choices, positive_int
 from laneway.data.text import TextDataConfig, prepare
 
 KEY = ("variant", "condition", "seed")
@@ -46,12 +46,9 @@ class StabilityOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.variants:
-            choice("variants", name, VARIANTS)
+        choices("variants", self.variants, VARIANTS)
         for name in self.conditions:
             choice("conditions", name, CONDITIONS)
-        if not self.variants:
-            raise InputError("variants", "", "at least one")
         positive_int("seeds", self.seeds)
         positive_int("steps", self.shape.steps, 20)
         if self.runs and not Path(self.runs).expanduser().parent.is_dir():
@@ -60,16 +57,6 @@ class StabilityOptions:
     def of(self, variant: str) -> tuple[str, ...]:
         """The conditions that a variant is run under."""
         return self.conditions or (tuple(CONDITIONS) if variant in RESIDUALS else OF_MECHANISMS)
-
-
-def chosen(options: StabilityOptions, variants: str, conditions: str) -> StabilityOptions:
-    """The options with comma-separated names; an empty text leaves them all."""
-    options = replace(options, variants=_names(variants) or options.variants)
-    return replace(options, conditions=_names(conditions) or options.conditions)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def quick(options: StabilityOptions) -> StabilityOptions:

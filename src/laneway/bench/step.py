@@ -24,7 +24,7 @@ from laneway.bench.threads import using_threads
 from laneway.bench.timer import Samples, interleave, ratio
 from laneway.bench.training import TrainingStep
 from laneway.connections import use_backend
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choice, choices, positive_int
 from laneway.memory.allocator import keep_freed_memory
 from laneway.models.gpt import GPTConfig
 from laneway.train.config import PRECISIONS, TrainConfig
@@ -60,12 +60,10 @@ class StepOptions:
 
     def check(self) -> None:
         """Raise InputError for the first field that is out of range."""
-        for name in self.variants:
-            choice("variants", name, VARIANTS)
+        choices("variants", self.variants, VARIANTS)
         if BASELINE not in self.variants:
             raise InputError("variants", ",".join(self.variants), f"a list with {BASELINE}, which the others are compared with")
-        for name in self.dtypes:
-            choice("dtype", name, PRECISIONS)
+        choices("dtype", self.dtypes, PRECISIONS)
         choice("allocator", self.allocator, ALLOCATORS)
         positive_int("threads", self.threads, 0)
         if not 0 < self.seconds < float("inf"):

@@ -25,7 +25,7 @@ from laneway.bench.tiered_steps import step_rows
 from laneway.bench.tiered_subject import STATES, Subject
 from laneway.bench.tiered_variants import at_equal_peak, managed, peers, with_states
 from laneway.bench.tiered_virtual import solver_rows, virtual_rows
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choice, choices, positive_int
 from laneway.memory.counting import CountingAllocator
 
 DTYPES = ("fp32", "bf16")
@@ -73,8 +73,8 @@ class MemoryOptions:
         known = {"models": MODELS, "dtype": DTYPES, "tables": TABLES, "equal_peak": WITH_DIAL}
         known |= {"peers": [p for p in PEERS if p != "none"], "states": [s for s in STATES if s != "resident"]}
         for name, names in known.items():
-            for given in getattr(self, name):
-                choice(name, given, names)
+            if name in ("models", "dtype", "tables") or getattr(self, name):
+                choices(name, getattr(self, name), names)
         for name in ("budgets", "totals"):
             for share in getattr(self, name):
                 if not 0 < share < 1:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from laneway.cli._bench_job import Job, job_of, names_of
+from laneway.cli._bench_job import Job, job_of
 
 Flag = tyro.conf.FlagCreatePairsOff
 
@@ -15,8 +15,8 @@ def adaptation_job(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    links: str = "rack1,r0h1",
-    variants: str = "fixed,adapt,adapt_drop",
+    links: tuple[str, ...] = ("rack1", "r0h1"),
+    variants: tuple[str, ...] = ("fixed", "adapt", "adapt_drop"),
     slower: float = 8.0,
     steps: tuple[int, int, int] = (20, 30, 60),
     size_kb: int = 1024,
@@ -30,8 +30,8 @@ def adaptation_job(
         quick: at most 60 s on 2 cores: one link, few steps.
         json: one JSON object on stdout.
         save: append the rows to DIR/adaptation.csv; without DIR to benchmarks/results of the source checkout.
-        links: comma-separated: rack0, rack1, r0h0, r0h1, r1h0, r1h1.
-        variants: comma-separated: fixed (nothing is done), adapt, adapt_drop (the outermost level may drop).
+        links: rack0, rack1, r0h0, r0h1, r1h0, r1h1.
+        variants: fixed (nothing is done), adapt, adapt_drop (the outermost level may drop).
         slower: how many times slower the link gets.
         steps: before, while it is slow, and after at most.
         size_kb: of the vector, kB of 1024 bytes.
@@ -41,7 +41,5 @@ def adaptation_job(
     """
     from laneway.bench import adaptation
 
-    options = adaptation.AdaptationOptions(
-        names_of(links), slower, names_of(variants), steps, size_kb, host_mbit, rack_mbit, jitter
-    )
+    options = adaptation.AdaptationOptions(links, slower, variants, steps, size_kb, host_mbit, rack_mbit, jitter)
     return job_of(adaptation, options, quick, json, save)

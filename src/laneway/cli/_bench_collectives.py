@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from laneway.cli._bench_job import Job, job_of, names_of
+from laneway.cli._bench_job import Job, job_of
 from laneway.core import choice
 
 Flag = tyro.conf.FlagCreatePairsOff
@@ -16,9 +16,9 @@ def collectives_job(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    ops: str = "all_reduce,reduce_scatter,all_gather,ddp_step",
+    ops: tuple[str, ...] = ("all_reduce", "reduce_scatter", "all_gather", "ddp_step"),
     sizes_kb: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536),
-    variants: str = "",
+    variants: tuple[str, ...] = (),
     racks: int = 2,
     hosts: int = 2,
     ranks: int = 2,
@@ -33,9 +33,9 @@ def collectives_job(
         quick: at most 60 s on 2 cores: small sizes, few rounds.
         json: one JSON object on stdout.
         save: append the rows to DIR/collectives*.csv; without DIR to benchmarks/results of the source checkout.
-        ops: comma-separated: all_reduce, reduce_scatter, all_gather; ddp_step: forward and backward of a model under DDP.
+        ops: all_reduce, reduce_scatter, all_gather; ddp_step: forward and backward of a model under DDP.
         sizes_kb: of the whole vector, kB of 1024 bytes.
-        variants: comma-separated; empty for all. flat must be among them.
+        variants: names; empty for all. flat must be among them.
         racks: of the network; racks hang on one core.
         hosts: of a rack.
         ranks: of a host.
@@ -46,9 +46,10 @@ def collectives_job(
     """
     from laneway.bench import collectives
 
-    chosen = names_of(variants) if variants else collectives.ALL
     network = {"racks": racks, "hosts": hosts, "ranks": ranks, "host_mbit": host_mbit, "rack_mbit": rack_mbit}
-    options = collectives.CollectivesOptions(names_of(ops), sizes_kb, chosen, **network, seconds=seconds, piece_kb=piece_kb)
+    options = collectives.CollectivesOptions(
+        ops, sizes_kb, variants or collectives.ALL, **network, seconds=seconds, piece_kb=piece_kb
+    )
     return job_of(collectives, options, quick, json, save)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from laneway.cli._bench_job import Job, job_of, names_of
+from laneway.cli._bench_job import Job, job_of
 from laneway.core import InputError
 
 Flag = tyro.conf.FlagCreatePairsOff
@@ -16,12 +16,12 @@ def controls_job(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    controls: str = "",
+    controls: tuple[str, ...] = (),
     sizes: tuple[str, ...] = (),
     seconds: float = 40.0,
     threads: int = 1,
     ranks: int = 4,
-    settings: str = "",
+    settings: tuple[str, ...] = (),
     parallel: str = "ddp",
     cycles: int = 6,
 ) -> Job:
@@ -31,12 +31,12 @@ def controls_job(
         quick: at most a minute on one core: one small size, two ranks of a small model.
         json: one JSON object on stdout.
         save: append the rows to DIR/control_*.csv; without DIR to benchmarks/results of the source checkout.
-        controls: comma-separated: those that act on the maps; empty for all that have a cost of their own.
+        controls: those that act on the maps; empty for all that have a cost of their own.
         sizes: TOKENSxDIM, one or more; by default 512x128 2048x256 4096x512.
         seconds: time budget of the rounds of one size.
         threads: number of threads in one process; 0 is all.
         ranks: processes of the second table; 0 leaves it out.
-        settings: comma-separated: what is on over ranks; empty for all.
+        settings: what is on over ranks; empty for all.
         parallel: ddp or fsdp, over ranks.
         cycles: of 24 steps for each setting.
     """
@@ -44,13 +44,10 @@ def controls_job(
     from laneway.bench.control_cost import ControlCostOptions
     from laneway.bench.control_ranks import ControlRanksOptions
 
-    cost = ControlCostOptions(seconds=seconds, threads=threads)
-    if controls:
-        cost = ControlCostOptions(names_of(controls), seconds=seconds, threads=threads)
+    cost = ControlCostOptions(controls or ControlCostOptions.controls, seconds=seconds, threads=threads)
     over = None
     if ranks:
-        chosen = names_of(settings) if settings else ControlRanksOptions.settings
-        over = ControlRanksOptions(chosen, parallel, ranks, cycles=cycles)
+        over = ControlRanksOptions(settings or ControlRanksOptions.settings, parallel, ranks, cycles=cycles)
     options = bench.ControlsOptions(cost, tuple(map(_size, sizes)) or bench.SIZES, over)
     return job_of(bench, options, quick, json, save)
 

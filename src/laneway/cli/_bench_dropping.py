@@ -6,7 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from laneway.cli._bench_job import Job, job_of, names_of
+from laneway.cli._bench_job import Job, job_of
+from laneway.cli._lists import joined
 
 Flag = tyro.conf.FlagCreatePairsOff
 
@@ -15,7 +16,7 @@ def dropping_job(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    variants: str = "",
+    variants: tuple[str, ...] = (),
     seeds: int = 3,
     steps: int = 300,
     members: int = 4,
@@ -27,7 +28,7 @@ def dropping_job(
         quick: about a minute on 2 cores: three variants, one seed, few steps.
         json: one JSON object on stdout.
         save: append the rows to DIR/dropping*.csv; without DIR to benchmarks/results of the source checkout.
-        variants: comma-separated; empty for all.
+        variants: names; empty for all.
         seeds: runs of each variant.
         steps: optimizer steps of a run.
         members: processes that exchange gradients.
@@ -35,5 +36,5 @@ def dropping_job(
     """
     from laneway.bench import dropping
 
-    chosen = names_of(variants) if variants else dropping.DroppingOptions.variants
+    chosen = joined(variants, list(dropping.VARIANTS)) or dropping.DroppingOptions.variants
     return job_of(dropping, dropping.DroppingOptions(chosen, seeds, steps, members, lr), quick, json, save)

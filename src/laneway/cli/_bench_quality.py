@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from laneway.cli._bench_job import Job, job_of, names_of
+from laneway.cli._bench_job import Job, job_of
 
 Flag = tyro.conf.FlagCreatePairsOff
 
@@ -15,7 +15,7 @@ def quality_job(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    variants: str = "residual,hc,mhc",
+    variants: tuple[str, ...] = ("residual", "hc", "mhc"),
     seeds: int = 3,
     steps: int = 300,
     lr: float = 3e-3,
@@ -30,7 +30,7 @@ def quality_job(
         quick: at most 60 s on 2 cores: a very small network, at most 40 steps, one thread.
         json: one JSON object on stdout.
         save: append the rows to DIR/quality.csv; without DIR to benchmarks/results of the source checkout.
-        variants: comma-separated; residual must be among them. Any residual of the model, and mhc-uncapped.
+        variants: names; residual must be among them. Any residual of the model, and mhc-uncapped.
         seeds: seeds 0 … N−1.
         steps: optimizer steps of each run.
         lr: highest learning rate, the same for all.
@@ -42,11 +42,11 @@ def quality_job(
     if long_context:
         from laneway.bench import long_context as bench
 
-        given = {"variants": names_of(variants), "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
+        given = {"variants": variants, "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
         return job_of(bench, bench.LongContextOptions(read_to=read_to, **given), quick, json, save)
     from laneway.bench import quality
 
-    given = {"variants": names_of(variants), "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
+    given = {"variants": variants, "seeds": seeds, "steps": steps, "lr": lr, "threads": threads}
     options = quality.QualityOptions(equal_time=equal_time, **given)
     return job_of(quality, options, quick, json, save)
 
@@ -55,8 +55,8 @@ def stability_job(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    variants: str = "",
-    conditions: str = "",
+    variants: tuple[str, ...] = (),
+    conditions: tuple[str, ...] = (),
     seeds: int = 20,
     runs: str = "",
 ) -> Job:
@@ -66,13 +66,13 @@ def stability_job(
         quick: at most 5 minutes on one core: 4 seeds, the residuals, and the conditions that separate them.
         json: one JSON object on stdout.
         save: append the cells to DIR/stability.csv; without DIR to benchmarks/results of the source checkout.
-        variants: comma-separated; empty for all: residual, hc, mhc, mhc-lite, and mhc with each mechanism and its control.
-        conditions: comma-separated; empty for all with residuals, and with mechanisms those in which something goes wrong.
+        variants: names; empty for all: residual, hc, mhc, mhc-lite, and mhc with each mechanism and its control.
+        conditions: names; empty for all with residuals, and with mechanisms those in which something goes wrong.
         seeds: seeds 0 … N−1, which train together.
         runs: CSV file to append every run to as its cell ends; the same command goes on where it was stopped.
     """
     from laneway.bench import stability
 
-    options = stability.StabilityOptions(seeds=seeds, runs=runs)
-    options = stability.chosen(options, variants, conditions)
+    given = {"variants": variants or stability.StabilityOptions.variants, "conditions": conditions, "seeds": seeds, "runs": runs}
+    options = stability.StabilityOptions(**given)
     return job_of(stability, options, quick, json, save)

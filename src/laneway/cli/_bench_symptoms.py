@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from laneway.cli._bench_job import Job, job_of, names_of
+from laneway.cli._bench_job import Job, job_of
 from laneway.core import choice
 
 Flag = tyro.conf.FlagCreatePairsOff
@@ -16,7 +16,7 @@ def symptoms_job(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    recipes: str = "",
+    recipes: tuple[str, ...] = (),
     seeds: int = 3,
     turns: int = 4,
 ) -> Job:
@@ -26,13 +26,13 @@ def symptoms_job(
         quick: at most 60 s on 2 cores: one seed.
         json: one JSON object on stdout.
         save: append the rows to DIR/symptoms.csv; without DIR to benchmarks/results of the source checkout.
-        recipes: comma-separated; empty for all: unstable-start, slow-convergence, memory-overflow.
+        recipes: names; empty for all: unstable-start, slow-convergence, memory-overflow.
         seeds: seeds 0 … N−1.
         turns: how often doctor's first knob is turned at most.
     """
     from laneway.bench import symptoms
     from laneway.recipes import CURES, LIMITS, RECIPES
 
-    chosen = [choice("recipes", name, CURES) for name in names_of(recipes)] if recipes else list(CURES)
+    chosen = [choice("recipes", name, CURES) for name in recipes or CURES]
     options = symptoms.SymptomOptions({name: RECIPES[name]() for name in chosen}, LIMITS, seeds, turns)
     return job_of(symptoms, options, quick, json, save)

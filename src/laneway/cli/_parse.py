@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from laneway.cli._lists import LISTS, with_dashes
 from laneway.core import LanewayError
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ def parse(target: Callable[..., T] | type[T], args: Sequence[str], prog: str, **
     caught = io.StringIO()
     try:
         with contextlib.redirect_stderr(caught):
-            return tyro.cli(target, args=list(args), prog=prog, **options)
+            return tyro.cli(target, args=with_dashes(args), prog=prog, registry=LISTS, **options)
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise

@@ -14,7 +14,7 @@ from laneway.cli._bench_adaptation import adaptation_job
 from laneway.cli._bench_collectives import collectives_job, prediction_job
 from laneway.cli._bench_controls import controls_job
 from laneway.cli._bench_dropping import dropping_job
-from laneway.cli._bench_job import Job, job_of, names_of
+from laneway.cli._bench_job import Job, job_of
 from laneway.cli._bench_quality import quality_job, stability_job
 from laneway.cli._bench_scheduling import scheduling_job
 from laneway.cli._bench_simulated import planner_job, policies_job
@@ -146,8 +146,8 @@ def _modalities(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    modalities: str = "vit,convnet,image_text",
-    variants: str = "residual,mhc",
+    modalities: tuple[str, ...] = ("vit", "convnet", "image_text"),
+    variants: tuple[str, ...] = ("residual", "mhc"),
     seeds: int = 3,
     steps: int = 300,
     threads: int = 0,
@@ -158,15 +158,15 @@ def _modalities(
         quick: at most 60 s on 2 cores: one seed, at most 40 steps, one thread.
         json: one JSON object on stdout.
         save: append the rows to DIR/modalities.csv; without DIR to benchmarks/results of the source checkout.
-        modalities: comma-separated: vit, convnet, image_text.
-        variants: comma-separated; residual must be among them. Any residual of the model.
+        modalities: vit, convnet, image_text.
+        variants: names; residual must be among them. Any residual of the model.
         seeds: seeds 0 … N−1.
         steps: optimizer steps of each run.
         threads: number of threads; 0 is all.
     """
     from laneway.bench import modalities as bench
 
-    options = bench.ModalityOptions(names_of(modalities), names_of(variants), seeds, steps, threads)
+    options = bench.ModalityOptions(modalities, variants, seeds, steps, threads)
     return job_of(bench, options, quick, json, save)
 
 
@@ -174,7 +174,7 @@ def _precision(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    variants: str = "residual,mhc",
+    variants: tuple[str, ...] = ("residual", "mhc"),
     dim: int = 256,
     layers: int = 4,
     threads: int = 0,
@@ -186,7 +186,7 @@ def _precision(
         quick: at most 60 s on 2 cores: a narrow network, few rounds.
         json: one JSON object on stdout.
         save: append the rows to DIR/precision.csv; without DIR to benchmarks/results of the source checkout.
-        variants: comma-separated; any residual of the model.
+        variants: names; any residual of the model.
         dim: width of one stream.
         layers: blocks of the network.
         threads: number of threads; 0 is all.
@@ -194,7 +194,7 @@ def _precision(
     """
     from laneway.bench import precision
 
-    options = precision.PrecisionOptions(names_of(variants), dim=dim, layers=layers, threads=threads, seconds=seconds)
+    options = precision.PrecisionOptions(variants, dim=dim, layers=layers, threads=threads, seconds=seconds)
     return job_of(precision, options, quick, json, save)
 
 
@@ -202,7 +202,7 @@ def _hf(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    models: str = "deepseek_v4,glm5_next,hy_v4",
+    models: tuple[str, ...] = ("deepseek_v4", "glm5_next", "hy_v4"),
     dtype: tuple[str, ...] = ("fp32",),
     dim: int = 512,
     layers: int = 2,
@@ -215,7 +215,7 @@ def _hf(
         quick: at most 60 s on 2 cores: two narrow layers, few rounds, one thread.
         json: one JSON object on stdout.
         save: append the rows to DIR/hf.csv; without DIR to benchmarks/results of the source checkout.
-        models: comma-separated.
+        models: deepseek_v4, glm5_next, hy_v4.
         dtype: fp32 and / or bf16, which most CPUs are slow at.
         dim: width of one stream.
         layers: decoder layers, two sites each.
@@ -224,7 +224,7 @@ def _hf(
     """
     from laneway.bench import hf
 
-    options = hf.HFOptions(models=names_of(models), dtypes=dtype, dim=dim, layers=layers, time=time, threads=threads)
+    options = hf.HFOptions(models=models, dtypes=dtype, dim=dim, layers=layers, time=time, threads=threads)
     return job_of(hf, options, quick, json, save)
 
 
@@ -265,7 +265,7 @@ def _lora(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    cases: str = "",
+    cases: tuple[str, ...] = (),
     held_out: bool = True,
     seeds: int = 5,
     steps: int = 30,
@@ -277,7 +277,7 @@ def _lora(
         quick: at most 60 s on 2 cores: a handful of mistakes, a very small network, few steps.
         json: one JSON object on stdout.
         save: append the rows to DIR/lora.csv; without DIR to benchmarks/results of the source checkout.
-        cases: comma-separated names of mistakes; empty for all.
+        cases: names of mistakes; empty for all.
         held_out: also the mistakes that were kept out of the check's development.
         seeds: healthy runs of the usual setting; other settings have two fewer.
         steps: optimizer steps of each fine-tune.
@@ -285,8 +285,7 @@ def _lora(
     """
     from laneway.bench import lora
 
-    names = tuple(name.strip() for name in cases.split(",") if name.strip())
-    options = lora.LoRAOptions(cases=names, held_out=held_out, seeds=seeds, steps=steps, threads=threads)
+    options = lora.LoRAOptions(cases=cases, held_out=held_out, seeds=seeds, steps=steps, threads=threads)
     return job_of(lora, options, quick, json, save)
 
 
@@ -294,7 +293,7 @@ def _step(
     quick: Annotated[bool, Flag] = False,
     json: Annotated[bool, Flag] = False,
     save: str | None = None,
-    variants: str = "residual,mhc,mhc_unchained,mhc_torch",
+    variants: tuple[str, ...] = ("residual", "mhc", "mhc_unchained", "mhc_torch"),
     dtype: tuple[str, ...] = ("fp32", "bf16"),
     layers: int = 12,
     dim: int = 512,
@@ -310,7 +309,7 @@ def _step(
         quick: at most 60 s on 2 cores: two narrow layers, few rounds, one thread.
         json: one JSON object on stdout.
         save: append the rows to DIR/step.csv; without DIR to benchmarks/results of the source checkout.
-        variants: comma-separated: residual, mhc, mhc_recompute, mhc_unchained, mhc_torch.
+        variants: residual, mhc, mhc_recompute, mhc_unchained, mhc_torch.
         dtype: fp32 and / or bf16.
         layers: blocks of the network, two sites each.
         dim: width of one stream.
@@ -323,7 +322,7 @@ def _step(
     from laneway.bench import step
 
     sizes = {"layers": layers, "dim": dim, "context": context, "batch_size": batch_size, "threads": threads}
-    options = step.StepOptions(names_of(variants), dtype, **sizes, allocator=allocator, seconds=seconds)
+    options = step.StepOptions(variants, dtype, **sizes, allocator=allocator, seconds=seconds)
     return job_of(step, options, quick, json, save)
 
 

@@ -25,7 +25,7 @@ from laneway.connections.gates import FORMS, REFERENCES, FixedGate, excess, gate
 from laneway.connections.late_sums import LateSums
 from laneway.connections.layer import HyperConnection
 from laneway.connections.tuning import AutoStrength, linear_strength
-from laneway.core import InputError, choice, positive_int
+from laneway.core import InputError, choice, collect, positive_int, problems_of
 
 NAME = "curvature"  # of the shared statistics
 TOKENS, FEWEST = 16, 32  # tokens of a batch for each whose curvature is measured; how many are in any case
@@ -60,10 +60,13 @@ class Measurement:
         return max(self.sample // max(tokens // TOKENS, FEWEST), 1)
 
     def samplers(self, widths: set[int]) -> nn.ModuleDict:
-        """One for each width of streams, under its number; raises InputError where a field is out of range."""
-        positive_int("every", self.every)
-        check_neighbours(self.neighbours, self.sample)
+        """One for each width of streams, under its number; raises InputError for one of another type or out of range."""
+        for problem in problems_of(self, "", lambda sound: sound._out_of_range()):
+            raise problem
         return nn.ModuleDict({str(c): TokenSample(c, self.sample, self.dims(widths), self.seed) for c in sorted(widths)})
+
+    def _out_of_range(self) -> list[InputError]:
+        return collect([lambda: positive_int("every", self.every), lambda: check_neighbours(self.neighbours, self.sample)])
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,13 @@ class Rule:
     """Whether H_res moves towards the identity with it."""
 
     def check(self) -> None:
-        """Raise InputError for an unknown name."""
-        choice("form", self.form, FORMS)
-        choice("reference", self.reference, REFERENCES)
+        """Raise InputError for an unknown name, or a field of another type."""
+        for problem in problems_of(self, "", lambda sound: sound._out_of_range()):
+            raise problem
+
+    def _out_of_range(self) -> list[InputError]:
+        checks = [lambda: choice("form", self.form, FORMS), lambda: choice("reference", self.reference, REFERENCES)]
+        return collect(checks)
 
 
 class CurvatureGate(FixedGate):

@@ -21,7 +21,7 @@ from laneway.core import InputError, choice, positive_int
 class Merge:
     """What a site hands on: ``merge(f)`` gives the streams after it, and ``merge.into(site, f)`` also enters the next site.
 
-    ``pre`` and ``post`` are H_pre and H_post [N, n], ``res`` H_res [N, out, in] (None without maps), N all leading dims flattened.
+    ``pre`` and ``post`` are H_pre and H_post [N, n], ``res`` H_res [N, out, in] (None without maps); N is all leading dims.
     No dataclass: FSDP looks into those for the tensors that a module returns, and x is none of them.
     """
 

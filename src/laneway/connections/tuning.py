@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laneway.connections.gates import strength_in_range
-from laneway.core import InputError, positive_int, real
+from laneway.core import InputError, collect, positive_int, problems_of, real
 
 
 def linear_strength(start: float, final: float | None = None, steps: int | None = None) -> Callable[[int], float]:
@@ -59,7 +59,11 @@ class AutoSettings:
     """A fall of λ."""
 
     def check(self, prefix: str = "auto") -> None:
-        """Raise InputError for the first field that is out of range."""
+        """Raise InputError for the first field of another type or out of range."""
+        for problem in problems_of(self, f"{prefix}.", lambda sound: collect([lambda: sound._in_range(prefix)])):
+            raise problem
+
+    def _in_range(self, prefix: str) -> None:
         for name in ("start", "low", "high"):
             strength_in_range(f"{prefix}.{name}", getattr(self, name))
         if not self.low <= self.start <= self.high:

@@ -48,7 +48,7 @@ class ControlConfig:
     scheduler_form: str = "scale"
     """scale | logits: how priorities change a map."""
     scheduler_demand: float = 0.5
-    """How far shares of recent use (gradient × activation) set the priorities, from 0 to below 1."""
+    """How far shares of recent use (|gradient × map|) set the priorities, from 0 to below 1."""
     scheduler_damping: float = 0.5
     """How far writes to streams that are too alike are held back, ≥ 0; 0: not at all."""
     scheduler_keep_total: bool = True

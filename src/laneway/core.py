@@ -93,7 +93,9 @@ def typed(field: str, given: object, hint: Any) -> Any:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
     for option in options:
         if option is float and isinstance(given, Real) and not isinstance(given, bool):
-            return float(given)
+            with suppress(OverflowError):  # an integer that no float holds
+                return float(given)
+            continue
         if typing.get_origin(option) is tuple and isinstance(given, list | tuple):
             item = typing.get_args(option)[0]
             return tuple(typed(f"{field}[{index}]", part, item) for index, part in enumerate(given))

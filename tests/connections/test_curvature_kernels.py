@@ -148,3 +148,47 @@ def test_places_that_change_are_followed(serves):
         first.load_state_dict(second.state_dict())
         assert torch.equal(first(x), other)
         assert torch.equal(again(x), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_results_hang_on_no_default_of_torch(dtype):
+    points, x, sampler = torch.randn(40, 20, 4), torch.randn(30, 2, 8), TokenSample(8, 6, 3)
+    found, sample = local_curvature(points, 5), sampler(x)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            again, sampled = local_curvature(points, 5), sampler(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip((*found, sample), (*again, sampled), strict=True))
+
+
+@pytest.mark.parametrize("stride", [0, -1, 1.5])
+def test_a_stride_below_one_is_refused(stride):
+    with pytest.raises(lw.InputError, match="stride"):
+        local_curvature(torch.randn(3, 20, 4), 5, stride)
+
+
+@pytest.mark.parametrize("stride", [20, 2**31 - 1, 2**33])
+def test_a_stride_over_the_tokens_measures_the_first(stride):
+    points = torch.randn(3, 20, 4)
+    found = local_curvature(points, 5, stride)
+    assert found[1].tolist() == [1, 1, 1]
+    torch.testing.assert_close(found[0].double(), local_curvature(points.double(), 5, stride)[0], rtol=1e-3, atol=1e-5)
+
+
+def test_points_that_the_kernels_cannot_fill(calls):
+    sampler, x = TokenSample(8, 6, 3), torch.randn(30, 2, 8)
+    wanted = sampler(x)
+    others = (torch.zeros(2, 6, 3, dtype=torch.bfloat16), torch.zeros(2, 6, 6)[..., ::2], torch.zeros(2, 3, 6).mT)
+    for points in others:
+        assert sampler(x, points) is points
+        torch.testing.assert_close(points.float(), wanted, rtol=1e-2, atol=1e-5)
+    assert len(calls) == 1
+
+
+def test_a_sample_made_in_inference_mode():
+    with torch.inference_mode():
+        sampler = TokenSample(8, 6, 3)
+    x = torch.randn(30, 2, 8)
+    torch.testing.assert_close(sampler(x), TokenSample(8, 6, 3)(x))

@@ -160,3 +160,12 @@ def test_gradients_are_not_kept_alive(make):
             parameter.grad = None
         gc.collect()
         assert not any(ref() is not None for ref in kept)
+
+
+def test_sums_hang_on_no_default_device():
+    gradients = looked(paths(*parameters((9, 7), (6, 33))))
+    wanted = gradients.norms(), gradients.counts(64)
+    gradients.look()
+    with torch.device("meta"):
+        found = gradients.norms(), gradients.counts(64)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

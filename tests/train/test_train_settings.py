@@ -2,7 +2,9 @@
 
 import dataclasses
 import tomllib
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from laneway.data.text import TextDataConfig
 from laneway.models.gpt import GPTConfig
 from laneway.recipes import RECIPES
 from laneway.train.config import OptimizerConfig, TrainConfig
+from laneway.train.control_config import ControlConfig
 from laneway.train.settings import differences, flatten, merge, read_toml, to_toml
 
 
@@ -116,3 +119,19 @@ def test_unreadable_files_are_refused(tmp_path, content, words):
 def test_a_folder_is_no_config(tmp_path):
     with pytest.raises(InputError, match="config"):
         read_toml(tmp_path)
+
+
+def test_numbers_of_other_libraries_and_lists_are_written_as_they_are_read():
+    optimizer = OptimizerConfig(lr=np.float32(0.25), eps=Fraction(1, 2**20), clip_norm=np.int64(2))
+    config = TrainConfig(optimizer=optimizer, control=ControlConfig(priorities=[1, np.float32(2), 3, 4]))
+    assert config.problems() == []
+    back, problems = merge(TrainConfig(), tomllib.loads(to_toml(config)))
+    assert problems == []
+    assert differences(config, back) == {} == differences(back, config)
+    assert back.optimizer == OptimizerConfig(lr=0.25, eps=2.0**-20, clip_norm=2.0)
+
+
+def test_an_integer_that_no_float_holds_is_named():
+    _, problems = merge(TrainConfig(), tomllib.loads(f"[optimizer]\nlr = {10**400}"))
+    assert [problem.field for problem in problems] == ["optimizer.lr"]
+    assert [problem.field for problem in TrainConfig(optimizer=OptimizerConfig(lr=-(10**400))).problems()] == ["optimizer.lr"]

@@ -43,9 +43,10 @@ def local_curvature(points: Tensor, neighbours: int, stride: int = 1) -> tuple[T
     cloud with too few distinct finite tokens for one neighbourhood has 0 of 0.
 
     Raises:
-        InputError: fewer than two neighbours, or no more tokens than neighbours.
+        InputError: fewer than two neighbours, no more tokens than neighbours, or a stride below one.
     """
     check_neighbours(neighbours, points.shape[1])
+    stride = min(positive_int("stride", stride), points.shape[1])
     dtype = torch.float64 if points.dtype == torch.float64 else torch.float32
     with torch.no_grad(), torch.autocast(points.device.type, enabled=False):
         if dtype == torch.float32 and _compiled(points):
@@ -58,7 +59,8 @@ def local_curvature(points: Tensor, neighbours: int, stride: int = 1) -> tuple[T
 
 def _compiled(*tensors: Tensor) -> bool:
     """Whether compiled kernels may read and write these: real numbers in memory, and nobody asked for other kernels."""
-    return not torch.compiler.is_compiling() and all(map(_held, tensors)) and compiled_serves(tensors[0].device)
+    held = all(map(_held, tensors)) and len({t.device for t in tensors}) == 1
+    return not torch.compiler.is_compiling() and held and compiled_serves(tensors[0].device)
 
 
 def _held(t: Tensor) -> bool:
@@ -166,12 +168,13 @@ class TokenSample(nn.Module):
         self._kept_of: tuple[Tensor | None, int] = None, 0
 
     def forward(self, x: Tensor, points: Tensor | None = None) -> Tensor:
-        """Streams […, n, C] → [n, S, d] in fp32, without a gradient: into ``points`` (fp32, contiguous), where given."""
+        """Streams […, n, C] → [n, S, d] in fp32, without a gradient: into ``points``, where given."""
         projection, places = self.projection, self.places
         flat = x.reshape(-1, *x.shape[-2:])
         rows = self._rows(places, len(flat))
         narrow = flat.dtype in NARROW and projection.dtype == torch.float32
-        if narrow and flat.stride(-1) == 1 and _compiled(flat, projection, *(() if points is None else (points,))):
+        fits = points is None or (points.dtype == torch.float32 and points.is_contiguous())
+        if narrow and fits and flat.stride(-1) == 1 and _compiled(flat, projection, *(() if points is None else (points,))):
             from laneway.connections.kernels.cpu import curvature
 
             if points is None:
@@ -185,7 +188,7 @@ class TokenSample(nn.Module):
 
     def _rows(self, places: Tensor, tokens: int) -> Tensor:
         """Numbers of the tokens that are taken out of so many; kept, for as long as the places are what they were."""
-        if torch.compiler.is_compiling() or not _held(places) or _capturing(places):
+        if torch.compiler.is_compiling() or not _held(places) or places.is_inference() or _capturing(places):
             return _drawn(places, tokens)
         now = places, places._version
         if self._kept_of[0] is not places or self._kept_of[1] != now[1] or len(self._kept) == BATCHES:

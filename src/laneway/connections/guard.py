@@ -115,7 +115,7 @@ class PathNormGuard:
             InputError: the state is of other paths.
         """
         check_names(state["names"], self.gradients.paths)
-        self.mean[:], self.seen[:] = state["mean"].numpy(), state["seen"].numpy()
+        self.mean[:], self.seen[:] = (state[name].cpu().numpy() for name in ("mean", "seen"))
 
     def _average(self, norms: Norms, fine: NDArray[np.bool_]) -> None:
         weight = np.maximum(1 / (self.seen + 1), 1 - self.decay)

@@ -40,8 +40,9 @@ class Table:
         return len(found) == len(self.found) and all(a is b for a, b in zip(found, self.found, strict=True))
 
     def segments(self, gradients: Sequence[Tensor]) -> Segments | None:
-        """What compiled kernels read; None where they can't: other types than fp32 and bf16, or gradients with gaps."""
-        if not all(g.dtype in (torch.float32, torch.bfloat16) and g.is_contiguous() for g in gradients):
+        """What compiled kernels read; None where they can't: other types than fp32 and bf16, gaps,
+        or gradients elsewhere than in the host's memory."""
+        if not all(g.is_cpu and g.dtype in (torch.float32, torch.bfloat16) and g.is_contiguous() for g in gradients):
             return None
         begins = np.array([g.data_ptr() for g in gradients], np.uint64)
         sizes = np.array([g.itemsize for g in gradients], np.int64)

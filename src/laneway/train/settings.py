@@ -9,6 +9,7 @@ import dataclasses
 import tomllib
 import typing
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,7 +80,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Every field by its dotted name."""
     flat: dict[str, Any] = {}
     for item in dataclasses.fields(config):
-        value, name = getattr(config, item.name), f"{prefix}{item.name}"
+        value, name = _common(getattr(config, item.name)), f"{prefix}{item.name}"
         if dataclasses.is_dataclass(value):
             flat |= flatten(value, f"{name}.")
         else:
@@ -102,9 +103,16 @@ def _plain(config: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     tables: dict[str, Any] = {}
     for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
+        value = _common(getattr(config, item.name))
         if dataclasses.is_dataclass(value):
             tables[item.name] = _plain(value)
         elif value is not None:
             plain[item.name] = list(value) if isinstance(value, tuple) else value
     return plain | tables
+
+
+def _common(value: Any) -> Any:
+    """A field's value as a file gives it back: numbers of other libraries as Python's, a list as a tuple."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_common, value))
+    return float(value) if isinstance(value, Real) and not isinstance(value, int | float) else value

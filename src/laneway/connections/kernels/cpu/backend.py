@@ -87,7 +87,7 @@ def _shape(x: Tensor) -> tuple[int, int, int, int, int]:
 
 
 def _fp32(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32)
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
@@ -107,7 +107,7 @@ def cross(x, f, maps, carried, fn, base, scale, norm_eps, eps, cap, iterations):
 
 def _forward(x, before_x, before_f, before_maps, carried, fn, base, scale, norm_eps, eps, cap, iterations):
     tokens, n, c = x.shape
-    h = torch.empty(tokens, c, dtype=x.dtype)
+    h = torch.empty(tokens, c, dtype=x.dtype, device=x.device)
     maps, z, r = _fp32(tokens, n * (n + 2)), _fp32(tokens, n * (n + 2)), _fp32(tokens)
     carried = None if carried is None else _wide(carried)[0]
     tensors = [*_wide(fn, base, scale), carried, before_x, before_f, before_maps, x, h, maps, z, r]

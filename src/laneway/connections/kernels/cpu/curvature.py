@@ -17,7 +17,7 @@ def local_curvature(points: Tensor, neighbours: int, stride: int) -> tuple[Tenso
     """Clouds [B, S, d] in fp32 → (Σ κ_i, number of tokens in the sum), each fp32 [B]."""
     points = points.contiguous()
     clouds, tokens, dims = points.shape
-    total, count = torch.empty(clouds), torch.empty(clouds)
+    total, count = torch.empty(2, clouds, dtype=torch.float32, device=points.device)
     pointers = (points.data_ptr(), total.data_ptr(), count.data_ptr())
     shape = (clouds, tokens, dims, neighbours, stride, torch.get_num_threads())
     backend.call("laneway_curvature", *shape, *pointers, kinds=_CLOUDS)

@@ -19,7 +19,7 @@ Segments = NDArray[np.void]
 
 def path_sums(segments: Segments, paths: int) -> tuple[Tensor, Tensor]:
     """→ (Σ g², max |g|) of each path, float64 [paths]; a NaN stays one."""
-    squares, peaks = torch.empty(2, paths, dtype=torch.float64)
+    squares, peaks = torch.empty(2, paths, dtype=torch.float64, device="cpu")
     arguments = (len(segments), segments.ctypes.data, paths, squares.data_ptr(), peaks.data_ptr(), torch.get_num_threads())
     backend.call("laneway_path_sums", *arguments, kinds=[c_int, c_void_p, c_int, c_void_p, c_void_p, c_int])
     return squares, peaks
@@ -27,7 +27,7 @@ def path_sums(segments: Segments, paths: int) -> tuple[Tensor, Tensor]:
 
 def path_counts(segments: Segments, firsts: NDArray[np.int64], steps: NDArray[np.int64], paths: int) -> Tensor:
     """Counts of every so many-th magnitude of each segment, from a first one on, float64 [paths, BINS] (``transport``)."""
-    found = torch.zeros(paths, BINS, dtype=torch.float64)
+    found = torch.zeros(paths, BINS, dtype=torch.float64, device="cpu")
     arguments = (len(segments), segments.ctypes.data, firsts.ctypes.data, steps.ctypes.data, found.data_ptr())
     backend.call("laneway_path_counts", *arguments, kinds=[c_int, *[c_void_p] * 4])
     return found

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from built import Stops
 
 from laneway.core import LanewayError
 from laneway.rundir import RunDirectory
@@ -45,26 +46,6 @@ def quick(change, **fields):
 
 def rows(path, *keys):
     return [[row.get(key) for key in keys] for row in RunDirectory(path).read_metrics() if "loss" in row]
-
-
-class Stops:
-    """Ends the run at a step; 0: never."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-
-    def on_step_begin(self, step: int) -> None:
-        if step == self.at:
-            raise LanewayError("as if killed")
-
-    def on_backward_end(self, step: int) -> None: ...
-
-    def on_step_end(self, step: int, metrics: dict) -> None: ...
-
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state: dict) -> None: ...
 
 
 def go(config, out, at: int = 0, **options):

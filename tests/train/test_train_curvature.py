@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from built import Stops
 
 import laneway.train.loop as loop
 from laneway.checkpoint import load_export
@@ -14,26 +15,6 @@ from laneway.models.gpt import GPT, GPTConfig
 from laneway.rundir import RunDirectory
 
 QUICK = Measurement(every=2, sample=24, neighbours=5, projection=6, window=4)
-
-
-class Killed:
-    """Ends the run at a step."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_step_begin(self, step: int) -> None:
-        if step == self.at:
-            raise LanewayError("as if killed")
-
-    def on_backward_end(self, step: int) -> None: ...
-
-    def on_step_end(self, step: int, metrics: dict) -> None: ...
-
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state: dict) -> None: ...
 
 
 @pytest.fixture
@@ -52,7 +33,7 @@ def go(monkeypatch, change):
         with monkeypatch.context() as patch:
             patch.setattr(loop, "build_controls", controls)
             config = change(validate_every=0, sample_tokens=0, probe_every=0, log_every=1)
-            return loop.train(config, out=out, console=None, extensions=[Killed(killed)], **options)
+            return loop.train(config, out=out, console=None, extensions=[Stops(killed)], **options)
 
     return run
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from built import Stops
 
 from laneway.connections.gates import FixedGate
 from laneway.connections.schedule import schedulers
@@ -28,33 +29,12 @@ def rows(path, *keys):
     return [[row.get(key) for key in keys] for row in RunDirectory(path).read_metrics() if "loss" in row]
 
 
-class Killed:
-    """Ends the run at a step."""
-
-    def on_step_begin(self, step: int) -> None:
-        if step == 8:
-            raise LanewayError("as if killed")
-
-    def on_backward_end(self, step: int) -> None: ...
-
-    def on_step_end(self, step: int, metrics: dict) -> None: ...
-
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state: dict) -> None: ...
-
-
-class Idle(Killed):
-    def on_step_begin(self, step: int) -> None: ...
-
-
 def test_a_scheduled_run_resumes_tells_and_comes_back(change, tmp_path):
     config = quick(change)
-    train(config, out=tmp_path / "whole", console=None, extensions=[Idle()])
+    train(config, out=tmp_path / "whole", console=None, extensions=[Stops()])
     with pytest.raises(LanewayError, match="as if killed"):
-        train(config, out=tmp_path / "parts", console=None, extensions=[Killed()])
-    train(config, out=tmp_path / "parts", console=None, resume=True, extensions=[Idle()])
+        train(config, out=tmp_path / "parts", console=None, extensions=[Stops(8)])
+    train(config, out=tmp_path / "parts", console=None, resume=True, extensions=[Stops()])
     found = rows(tmp_path / "whole", "loss", "grad_norm", *KEYS)
     assert rows(tmp_path / "parts", "loss", "grad_norm", *KEYS) == found
     assert found[0][2:] == [None] * 4

@@ -54,25 +54,26 @@ def _kernel_dtype(x: Tensor) -> torch.dtype:
 def mhc_pre_models(
     x: Tensor, carried: Tensor | None, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, eps: float, cap: float,
     iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``mhc_pre`` of R models: x [R, …, n, C], each with its own parameters → h, maps [R, N, m], carry, z, r."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``mhc_pre`` of R models: x [R, …, n, C], each with its own parameters → h, maps [R, N, m], carry, z, r, read [R, N, n]."""
     flat = x.to(_kernel_dtype(x)).reshape(x.shape[0], -1, *x.shape[-2:]).contiguous()
     pre = backend_for(flat).pre
     weights = [None] * len(flat) if carried is None else carried
     found = [pre(*site, norm_eps, eps, cap, iterations) for site in zip(flat, weights, fn, base, scale, strict=True)]
     h, maps, z, r = (torch.stack(parts) for parts in zip(*found, strict=True))
-    return h.to(x.dtype).view(*x.shape[:-2], x.shape[-1]), maps, ops._token(x), z, r.flatten(1)
+    read = ops._token(maps.new_empty(1).expand(*maps.shape[:2], x.shape[-2]))
+    return h.to(x.dtype).view(*x.shape[:-2], x.shape[-1]), maps, ops._token(x), z, r.flatten(1), read
 
 
 def _pre_setup(ctx, inputs, output) -> None:
     x, carried, fn, base, scale, _, *ctx.options = inputs
-    _, maps, _, z, r = output
+    _, maps, _, z, r, _ = output
     ctx.mark_non_differentiable(z, r)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, carried, fn, base, scale, maps, z, r)
 
 
-def _pre_vjp(ctx, gh, gmaps, gcarry, *_):
+def _pre_vjp(ctx, gh, gmaps, gcarry, _z, _r, read):
     x, carried, *tensors = ctx.saved_tensors
     dtype, models = _kernel_dtype(x), x.shape[0]
 
@@ -84,7 +85,8 @@ def _pre_vjp(ctx, gh, gmaps, gcarry, *_):
 
     backward = backend_for(x.to(dtype)).pre_backward
     maps_gradient = [None] * models if gmaps is None else gmaps.contiguous()
-    weights = [None] * models if carried is None else carried
+    other = carried if read is None else read
+    weights = [None] * models if other is None else other.contiguous()
     columns = each(gcarry, 2), each(gh, 1), maps_gradient, each(x, 2), weights, *tensors
     found = [backward(*site, *ctx.options) for site in zip(*columns, strict=True)]
     gx, *grads, gcarried = zip(*found, strict=True)
@@ -171,6 +173,14 @@ def _sinkhorn(logits: Tensor, n: int, iterations: int, eps: float) -> Tensor:
     return ops.sinkhorn(logits.flatten(0, 1), n, iterations, eps).unflatten(0, logits.shape[:2])
 
 
+def _read(h: Tensor, x: Tensor, *maps: Tensor) -> Tensor:
+    return site_ops.mhc_read(h, x, *(each.flatten(0, 1) for each in maps))
+
+
+def _add_read(h: Tensor, x: Tensor, change: Tensor) -> Tensor:
+    return control.add_read(h, x, change.flatten(0, 1))
+
+
 def _res_token(x: Tensor, res: Tensor) -> Tensor:
     return control.res_token(x, res.flatten(0, 1))
 
@@ -182,6 +192,8 @@ for _op, _tensors, _function in (
     (site_ops.mhc_pre, 5, _pre),
     (site_ops.mhc_post, 4, _post),
     (site_ops.mhc_cross, 8, _cross),
+    (site_ops.mhc_read, 5, _read),
+    (control.add_read, 3, _add_read),
     (control.res_token, 2, _res_token),
     (priorities.metered_use, 2, priorities.metered_use),
 ):

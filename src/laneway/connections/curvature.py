@@ -59,8 +59,9 @@ def local_curvature(points: Tensor, neighbours: int, stride: int = 1) -> tuple[T
 
 def _compiled(*tensors: Tensor) -> bool:
     """Whether compiled kernels may read and write these: real numbers in memory, and nobody asked for other kernels."""
-    held = all(map(_held, tensors)) and len({t.device for t in tensors}) == 1
-    return not torch.compiler.is_compiling() and held and compiled_serves(tensors[0].device)
+    if torch.compiler.is_compiling() or not all(map(_held, tensors)):
+        return False
+    return len({t.device for t in tensors}) == 1 and compiled_serves(tensors[0].device)
 
 
 def _held(t: Tensor) -> bool:

@@ -9,8 +9,7 @@ import torch
 from cases import random_site
 from torch.func import functional_call, stack_module_state, vmap
 
-import laneway.connections.batching  # noqa: F401
-from laneway.connections import StreamReadout
+from laneway.connections import StreamReadout, batching
 from laneway.connections.control import StreamControl
 
 MODELS, TOKENS, STREAMS, DIM = 3, 5, 4, 6
@@ -112,11 +111,25 @@ class Towards(StreamControl):
         return pre, post * self.keep, res * self.keep + torch.eye(site.streams) * (1 - self.keep)
 
 
+class Reads(Towards):
+    """Changes what the sub-layer reads too, so that h is mixed anew."""
+
+    def forward(self, site, x, pre, post, res):
+        pre, post, res = super().forward(site, x, pre, post, res)
+        return pre * (0.5 + self.keep * torch.arange(site.streams)), post, res
+
+
+def test_a_rule_of_another_number_of_results_is_refused():
+    with pytest.raises(RuntimeError, match="not the 2 results"):
+        batching._rule(1, 2)(lambda x: x)(type("Info", (), {"batch_size": 2}), (0,), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("control", [Towards, Reads])
 @pytest.mark.parametrize("manifold", ["sinkhorn", "birkhoff"])
-def test_controls_see_their_own_model(manifold):
+def test_controls_see_their_own_model(manifold, control):
     models = [Two(manifold, {}, torch.float32) for _ in range(MODELS)]
     for model in models:
-        model.first.control, model.second.control = Towards(), Towards()
+        model.first.control, model.second.control = control(), control()
     x = torch.randn(MODELS, TOKENS, STREAMS, DIM)
     y, gx, grads = together(models, x)
     for index, model in enumerate(models):

@@ -30,14 +30,16 @@ def _batched(info: Any, dims: Dims, tensors: Sequence[Tensor | None]) -> list[Te
     ]
 
 
-def _rule(tensors: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A rule from a function of tensors [R, …], the first ``tensors`` arguments, whose results are all [R, …]."""
+def _rule(tensors: int, results: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A rule from a function of tensors [R, …], the first ``tensors`` arguments, to so many results, all [R, …]."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def rule(info: Any, dims: Dims, *arguments: Any) -> tuple[Any, Any]:
             device = next(t.device.type for t in arguments if isinstance(t, Tensor))
             with torch.autocast(device, enabled=False):
                 found = function(*_batched(info, dims, arguments[:tensors]), *arguments[tensors:])
+            if results != (len(found) if isinstance(found, tuple) else 1):
+                raise RuntimeError(f"{function.__name__} under vmap: not the {results} results that it has without")
             return found, tuple(0 for _ in found) if isinstance(found, tuple) else 0
 
         return rule
@@ -55,7 +57,7 @@ def mhc_pre_models(
     x: Tensor, carried: Tensor | None, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, eps: float, cap: float,
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``mhc_pre`` of R models: x [R, …, n, C], each with its own parameters → h, maps [R, N, m], carry, z, r, read [R, N, n]."""
+    """``mhc_pre`` of R models: x [R, …, n, C], each with its own parameters → h, maps [R, N, m], carry, z, r, read."""
     flat = x.to(_kernel_dtype(x)).reshape(x.shape[0], -1, *x.shape[-2:]).contiguous()
     pre = backend_for(flat).pre
     weights = [None] * len(flat) if carried is None else carried
@@ -197,4 +199,4 @@ for _op, _tensors, _function in (
     (control.res_token, 2, _res_token),
     (priorities.metered_use, 2, priorities.metered_use),
 ):
-    _op.register_vmap(_rule(_tensors)(_function))
+    _op.register_vmap(_rule(_tensors, len(_op._opoverload._schema.returns))(_function))

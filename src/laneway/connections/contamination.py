@@ -32,10 +32,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from laneway.connections.transport import LEVELS, barycentre, excess
+from laneway.connections.transport import LEVELS, Flags, Numbers, barycentre, excess
 
-Numbers = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 Places = NDArray[np.int64]
 MAD = 1.4826  # median absolute deviation → standard deviation of a normal distribution
 WINDOW = 32  # norms and peaks that a path remembers

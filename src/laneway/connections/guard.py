@@ -17,15 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from laneway.connections.agreement import SameDecision
 from laneway.connections.path_gradients import PathGradients
 from laneway.connections.paths import Path, paths_of
+from laneway.connections.transport import Flags, Numbers
 from laneway.core import InputError, Statistics, positive_int, real
 
-Norms = NDArray[np.float64]
 Tell = Callable[..., None]
 """Called as ``tell(kind, path=…, score=…, correction=…, …)`` for what a person should know."""
 
@@ -117,7 +116,7 @@ class PathNormGuard:
         check_names(state["names"], self.gradients.paths)
         self.mean[:], self.seen[:] = (state[name].cpu().numpy() for name in ("mean", "seen"))
 
-    def _average(self, norms: Norms, fine: NDArray[np.bool_]) -> None:
+    def _average(self, norms: Numbers, fine: Flags) -> None:
         weight = np.maximum(1 / (self.seen + 1), 1 - self.decay)
         kept = np.where(self.seen < self.warmup, norms, np.minimum(norms, self.factor * self.mean))
         self.mean = np.where(fine, self.mean + weight * (kept - self.mean), self.mean)

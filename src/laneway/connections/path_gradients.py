@@ -158,9 +158,13 @@ class PathGradients:
         """The type of sums, the same on all ranks."""
         return torch.float32 if self.device.type == "mps" else torch.float64
 
+    @property
+    def _gradients(self) -> list[Tensor]:
+        return [gradient for _, gradient in self._found]
+
     def _segments(self) -> Segments | None:
         """What compiled kernels read, where they serve."""
-        return self._table.segments([gradient for _, gradient in self._found]) if compiled_serves(self.device) else None
+        return self._table.segments(self._gradients) if compiled_serves(self.device) else None
 
     def _sums(self) -> tuple[Tensor, Tensor] | None:
         """Squares and peaks by compiled kernels, once for each ``look``; None where they don't serve."""
@@ -169,7 +173,7 @@ class PathGradients:
         return self._compiled
 
     def _counting(self) -> list[Tensor]:
-        return self._table.views([gradient for _, gradient in self._found])
+        return self._table.views(self._gradients)
 
     @property
     def _table(self) -> Table:

@@ -34,6 +34,7 @@ class Table:
         self._segments["size"], self._segments["path"] = [part.size for part in self.parts], self.owners
         self._padded: Tensor | None = None
         self._strides: dict[int, tuple[Integers, Integers]] = {}
+        self._sampled: dict[int, Tensor] = {}
 
     def of(self, found: Sequence[Parts]) -> bool:
         """Whether the table is that of these parts."""
@@ -75,15 +76,14 @@ class Table:
     def strides(self, sample: int) -> tuple[Integers, Integers]:
         """First and distance of the values of each part that a sample of its whole piece has."""
         if sample not in self._strides:
-            self._strides[sample] = self._strided(sample)
+            steps = np.array([part.stride(sample) for part in self.parts], np.int64)
+            self._strides[sample] = -np.array([part.offset for part in self.parts], np.int64) % steps, steps
         return self._strides[sample]
-
-    def _strided(self, sample: int) -> tuple[Integers, Integers]:
-        steps = np.array([part.stride(sample) for part in self.parts], np.int64)
-        return -np.array([part.offset for part in self.parts], np.int64) % steps, steps
 
     def sampled(self, sample: int, device: torch.device) -> Tensor:
         """The path of each value where the samples of all parts lie one behind the other."""
-        firsts, steps = self.strides(sample)
-        sizes = [len(range(first, part.size, step)) for first, part, step in zip(firsts, self.parts, steps, strict=True)]
-        return torch.repeat_interleave(torch.tensor(self.owners), torch.tensor(sizes)).to(device)
+        if sample not in self._sampled:
+            lines = zip(*self.strides(sample), self.parts, strict=True)
+            sizes = [len(range(first, part.size, step)) for first, step, part in lines]
+            self._sampled[sample] = torch.repeat_interleave(torch.tensor(self.owners), torch.tensor(sizes)).to(device)
+        return self._sampled[sample]

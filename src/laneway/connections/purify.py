@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from laneway.connections.agreement import SameDecision
-from laneway.connections.contamination import Flags, History, Kinds, Numbers, Reading, Settings, Verdict, judge, suspicious
+from laneway.connections.contamination import History, Kinds, Reading, Settings, Verdict, judge, suspicious
 from laneway.connections.guard import Tell, check_names
 from laneway.connections.path_gradients import PathGradients
 from laneway.connections.paths import Path, paths_of
 from laneway.connections.readings import read
-from laneway.connections.transport import move_down
+from laneway.connections.transport import Flags, Numbers, move_down
 from laneway.core import Statistics, choice, positive_int, real
 
 SCREENS = ("now", "late", "off")

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laneway.connections.kernels.cpu import backend
+from laneway.connections.transport import BINS
 
 SEGMENT = np.dtype([("data", np.uint64), ("size", np.int64), ("narrow", np.int32), ("path", np.int32)])
 """Contiguous numbers of a gradient: address, how many, whether they are bf16 (else fp32), whose they are."""
-BINS = 256
 Segments = NDArray[np.void]
 
 
